@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,24 +70,7 @@ def measure(
     run: RunConfig, world: World, n_steps: int, n_warmups: int, forward_only: bool = False
 ) -> Measured:
     """Measures one run in this process, which is one of its ranks; see `work`."""
-    device = world.device
-    decisions = decide_run(run)
-    axes = build_axes(run.layout, device.type, decisions.block)
-    model = build_parallel(
-        run.model, run.layout, axes, run.train.seed, device, run.train.dtype, decisions.choices
-    )
-    stepper = Stepper(model, run.train, axes, run.layout)
-    read = random_rows(run)
-    number = 0
-
-    def step() -> None:
-        nonlocal number
-        if forward_only:
-            stepper.evaluate([read])
-        else:
-            stepper.start_ahead(number, read)
-        number += 1
-
+    device, step = world.device, stepping(run, world, forward_only)
     for _ in range(n_warmups):
         step()
     if device.type == "cuda":
@@ -108,6 +91,21 @@ def measure(
         dist.all_reduce(most, dist.ReduceOp.MAX)
     *last, peak_bytes = most.tolist()
     return Measured([after - before for before, after in pairwise(last)], peak_bytes)
+
+
+def stepping(run: RunConfig, world: World, forward_only: bool = False) -> Callable[[], object]:
+    """Returns what runs one step of a run in this process, or one forward pass of its batch."""
+    decisions = decide_run(run)
+    axes = build_axes(run.layout, world.device.type, decisions.block)
+    model = build_parallel(
+        run.model, run.layout, axes, run.train.seed, world.device, run.train.dtype,
+        decisions.choices,
+    )  # fmt: skip
+    stepper = Stepper(model, run.train, axes, run.layout)
+    read, numbers = random_rows(run), count()
+    if forward_only:
+        return lambda: stepper.evaluate([read])
+    return lambda: stepper.start_ahead(next(numbers), read)
 
 
 def random_rows(run: RunConfig) -> Callable[[Any], Batch]:

@@ -20,6 +20,8 @@ class Machine:
         mbit: Megabits a second of the link of a node; 0 for one node, which needs none.
         racks: The number of racks, each of which has the same number of nodes.
         trunk_mbit: Megabits a second of the link between a rack and the others.
+        apart: Whether each process has a part of the cores of its own, as a device has, which it
+            lends to no other.
     """
 
     nodes: int
@@ -27,6 +29,7 @@ class Machine:
     mbit: float
     racks: int = 1
     trunk_mbit: float = 0.0
+    apart: bool = False
 
     @property
     def n(self) -> int:
@@ -35,7 +38,7 @@ class Machine:
     @property
     def file_name(self) -> str:
         """A name for what is measured there."""
-        name = f"{self.nodes}x{self.each}-{self.mbit:g}"
+        name = f"{self.nodes}x{self.each}-{self.mbit:g}" + "-apart" * self.apart
         return f"{name}-racks{self.racks}-{self.trunk_mbit:g}" if self.racks > 1 else name
 
     def __str__(self) -> str:

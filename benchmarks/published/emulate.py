@@ -101,7 +101,14 @@ def cluster_of(machine: Machine, found: Measurements) -> Cluster:
         )
     cluster = cpu_cluster(found)
     inner = cluster.levels[0].model_copy(update={"size": machine.each})
-    return cluster.model_copy(update={"levels": (inner, *levels), "fitted": fitted})
+    cluster = cluster.model_copy(update={"levels": (inner, *levels), "fitted": fitted})
+    return with_cores(cluster, machine.n) if machine.apart else cluster
+
+
+def with_cores(cluster: Cluster, n: int) -> Cluster:
+    """Returns a cluster whose processes share n cores; with one for each they share nothing."""
+    cores = Figure(value=n, source="python -m benchmarks.published")
+    return cluster.model_copy(update={"host": cluster.host.model_copy(update={"cores": cores})})
 
 
 def _outer(name: str, size: int, mbit: float, latency: Figure) -> Level:

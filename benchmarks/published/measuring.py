@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,11 @@ import torch
 
 from benchmarks.predicted.steps import measure
 from benchmarks.published.cases import Layout, Machine
-from benchmarks.published.namespaces import enter, network
+from benchmarks.published.namespaces import enter, network, parts_of_cores
 from gridformer import comm
 from gridformer.calibrate.device import Measurements, measure_cpu
 from gridformer.calibrate.messages import message_seconds, sends_of
-from gridformer.calibrate.operations import Cases, cpu_cases
+from gridformer.calibrate.operations import AttentionShape, Cases, cpu_cases
 from gridformer.config import RunConfig
 from gridformer.launch import launch
 from gridformer.mesh.axes import Axis
@@ -32,6 +34,7 @@ from gridformer.utils.process import n_cores
 
 MESSAGES = (64, 16_384, 131_072, 524_288)  # bytes
 STEPS, WARM_UPS = 5, 2
+Place = tuple[str, Path | None]  # a node, and a part of the cores
 Pattern = tuple[int, int]  # the members of a group, and the distance of their ranks
 
 
@@ -69,16 +72,21 @@ class Job:
         layouts: Those of which the times are not known, with their runs.
         processor: The file for kernels; it is written if it does not exist.
         out: The machine's file.
+        attention: Shapes of attention to measure, the first two of them.
     """
 
     machine: Machine
     layouts: tuple[tuple[Layout, RunConfig], ...]
     processor: Path
     out: Path
+    attention: tuple[AttentionShape, ...]
 
 
 def measured(
-    machine: Machine, layouts: tuple[Layout, ...], folder: Path
+    machine: Machine,
+    layouts: tuple[Layout, ...],
+    folder: Path,
+    attention: tuple[AttentionShape, ...] = cpu_cases().attention,
 ) -> tuple[Measurements, list[tuple[float, float]]]:
     """Measures what the folder does not hold yet.
 
@@ -86,6 +94,7 @@ def measured(
         machine: The machine.
         layouts: The layouts, all for as many processes as the machine has.
         folder: What is measured is kept here.
+        attention: Shapes of attention to measure, the first two of them.
 
     Returns:
         What was found of the processor and of messages, and for each layout the seconds of a step
@@ -96,14 +105,14 @@ def measured(
         SystemExit: A process failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    processor = folder / f"processor-{machine.n}.json"
+    processor = folder / f"processor-{machine.n}{'-apart' * machine.apart}.json"
     out = folder / f"{machine.file_name}.json"
     kept = Kept.read(out)
     todo = [(one, one.run(machine)) for one in layouts if not kept.has(one, machine)]
     if todo or kept.messages is None or not processor.exists():
-        job = Job(machine, tuple(todo), processor, out)
-        with network(machine.nodes, machine.mbit, machine.racks, machine.trunk_mbit) as nodes:
-            launch(worker, (job, nodes), machine.n)
+        job = Job(machine, tuple(todo), processor, out, attention)
+        with network_of(machine) as places:
+            launch(worker, (job, places), machine.n)
         kept = Kept.read(out)
     found = Measurements.read(processor)
     found.rows["messages"] = kept.messages or []
@@ -114,10 +123,21 @@ def measured(
     return found, times
 
 
-def worker(job: Job, nodes: list[str]) -> None:
+@contextmanager
+def network_of(machine: Machine) -> Iterator[list[Place]]:
+    """Creates a machine's network, and yields what each process calls `enter` with."""
+    apart = parts_of_cores(machine.n) if machine.apart else nullcontext([None] * machine.n)
+    with (
+        network(machine.nodes, machine.mbit, machine.racks, machine.trunk_mbit) as nodes,
+        apart as parts,
+    ):
+        yield [(nodes[rank // machine.each], part) for rank, part in enumerate(parts)]
+
+
+def worker(job: Job, places: list[Place]) -> None:
     """The entrypoint of every process: measures the processor, messages, and the layouts."""
     machine, began = job.machine, time.monotonic()
-    enter(nodes[int(os.environ["RANK"]) // machine.each])
+    enter(*places[int(os.environ["RANK"])])
     world = init_process_groups("cpu", machine.n, 600.0)
     everyone = Axis("world", machine.n, world.rank)
 
@@ -130,7 +150,7 @@ def worker(job: Job, nodes: list[str]) -> None:
     comm.barrier((everyone,))  # all of them have looked before rank 0 writes
     if not known:
         meet = lambda: comm.barrier((everyone,))  # noqa: E731
-        found = measure_cpu(cases(), machine.n, True, n_cores(), meet, say)
+        found = measure_cpu(cases(job.attention), machine.n, True, n_cores(), meet, say)
         found.average(everyone)
         found.add_host(machine.n)
         if world.rank == 0:
@@ -152,11 +172,11 @@ def worker(job: Job, nodes: list[str]) -> None:
     close_process_groups()
 
 
-def cases() -> Cases:
-    """Returns what is measured of the processor: shapes of tiny models."""
+def cases(attention: tuple[AttentionShape, ...]) -> Cases:
+    """Returns what is measured of the processor: shapes of tiny models, and of their attention."""
     widths = ((64, 64), (128, 128), (128, 512))
     few = [(t, i, o) for t in (64, 256, 1024) for i, o in widths]
-    return replace(cpu_cases(), few_linears=tuple(few), window_s=0.04)
+    return replace(cpu_cases(), few_linears=tuple(few), attention=attention, window_s=0.04)
 
 
 # --------------------------------------------------------------------------- messages

@@ -25,10 +25,13 @@ from types import FrameType
 from typing import NoReturn
 
 from gridformer.utils.errors import UserError
+from gridformer.utils.process import n_cores
 
 INTERFACE = "eth0"
 _PREFIX = "gridformer"
 _FOLDER = Path("/run/netns")
+_GROUPS = Path("/sys/fs/cgroup")
+_PERIOD_US = 10_000  # in which a process may use its part of the cores
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
@@ -90,6 +93,40 @@ def network(
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def parts_of_cores(n_processes: int) -> Iterator[list[Path]]:
+    """Creates a control group for each process, with an equal part of the cores, and removes them.
+
+    A process that waits then lends nothing to others, like a device: its group has a quota.
+
+    Yields:
+        The folder of each group, for `enter`.
+
+    Raises:
+        UserError: This machine has no control groups that may be written.
+    """
+    old = _GROUPS / "cpu"  # of version 1
+    quota = int(_PERIOD_US * n_cores() / n_processes)
+    limits = {"cpu.max": f"{quota} {_PERIOD_US}"}
+    if old.is_dir():
+        limits = {"cpu.cfs_period_us": f"{_PERIOD_US}", "cpu.cfs_quota_us": f"{quota}"}
+    parent = old if old.is_dir() else _GROUPS
+    folders = [parent / f"{_PREFIX}-{os.getpid()}-{i}" for i in range(n_processes)]
+    try:
+        try:
+            for folder in folders:
+                folder.mkdir()
+                for name, value in limits.items():
+                    (folder / name).write_text(value)
+        except OSError as error:
+            raise UserError(f"control groups cannot limit processors here: {error}") from None
+        yield folders
+    finally:
+        for folder in folders:
+            with suppress(OSError):
+                folder.rmdir()
+
+
 def _add_bridges(switch: str, racks: int, trunk_mbit: float) -> None:
     """Adds the bridge of each rack, and one that joins them if there are several."""
     for name in [*(f"br{i}" for i in range(racks)), *(["core"] if racks > 1 else [])]:
@@ -110,8 +147,13 @@ def _limit(namespace: str, interface: str, mbit: float) -> None:
          f"{mbit:g}mbit", "burst", "64kb", "latency", "400ms")  # fmt: skip
 
 
-def enter(node: str) -> None:
-    """Moves this process into a node. Call it before the process opens a socket."""
+def enter(node: str, part: Path | None = None) -> None:
+    """Moves this process into a node, and into a part of the cores if one is given.
+
+    Call it before the process opens a socket.
+    """
+    if part is not None:
+        (part / "cgroup.procs").write_text(f"{os.getpid()}")
     library = ctypes.CDLL(None, use_errno=True)
     with (_FOLDER / node).open() as file:
         if library.setns(file.fileno(), _NEW_NETWORK) != 0:

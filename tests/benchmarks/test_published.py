@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from benchmarks.predicted.machine import demo_runs
 from benchmarks.predicted.report import Row, error_lines, mean_error
+from benchmarks.published import grids, optimus, scaling
 from benchmarks.published import megatron_cases as megatron
-from benchmarks.published import optimus, scaling
 from benchmarks.published import super as super_
-from benchmarks.published.cases import Layout, Machine
+from benchmarks.published.cases import MODELS, Layout, Machine
 from benchmarks.published.comparisons import bubble, comparisons
 from benchmarks.published.emulate import cluster_of
 from benchmarks.published.lbann import of_lbann
@@ -21,6 +21,7 @@ from benchmarks.published.plan import PLAN, RACKS
 from gridformer.calibrate.device import Measurements
 from gridformer.cluster.file import load_cluster
 from gridformer.cluster.messages import like_messages
+from gridformer.config import RunConfig
 from gridformer.parallel.validation import check_layout
 from gridformer.record.events import Kernel, Place, Trace
 
@@ -81,6 +82,15 @@ def test_what_was_measured_is_kept_until_its_run_changes(tmp_path: Path) -> None
 
 def test_racks_are_a_level_of_the_network_and_their_trunk_is_slower() -> None:
     """A send of 500,000 bytes in 25,000 us reaches 20 MB/s of the 25 MB/s of 200 Mbit/s."""
+    cluster = cluster_of(RACKS, _found())
+    assert [level.size for level in cluster.levels] == [2, 4, 32]
+    assert [level.shared_by for level in cluster.levels][1:] == [2, 4]
+    node, trunk = (level.bandwidth_gbps.value for level in cluster.levels[1:])
+    assert node == 2 * trunk
+    assert cluster.fitted["outer_efficiency"].value == pytest.approx(0.8)
+
+
+def _found() -> Measurements:
     rows = [["send", 16, 2, 1, 1, 500_000, 500.0], ["send", 16, 2, 2, 1, 500_000, 25_000.0]]
     product = ["float32", 16, 1, 64, 64, 64, "nn", 50.0]
     kernel = ["copy_", "float32", 16, 4096, 5.0]
@@ -88,12 +98,28 @@ def test_racks_are_a_level_of_the_network_and_their_trunk_is_slower() -> None:
         {"messages": rows, "products": [product], "memory": [kernel]}, host=[2e-5, 1e-3]
     )
     found.add_host(16)
-    cluster = cluster_of(RACKS, found)
-    assert [level.size for level in cluster.levels] == [2, 4, 32]
-    assert [level.shared_by for level in cluster.levels][1:] == [2, 4]
-    node, trunk = (level.bandwidth_gbps.value for level in cluster.levels[1:])
-    assert node == 2 * trunk
-    assert cluster.fitted["outer_efficiency"].value == pytest.approx(0.8)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plain_s", "said"),
+    [(3.0, "grid is 2.00 times as fast as plain"), (0.5, "plain is 3.00 times as fast as grid")],
+)
+def test_the_page_says_which_side_wins_by_the_median_of_pairs(plain_s: float, said: str) -> None:
+    """The grid takes 1.5 s, but for one pair in which everything took ten times as long."""
+    run = RunConfig.model_validate({"model": MODELS["GPT-2"], "data": {"path": "."}})
+    pair = grids.Best(run, "plain", 3.3, 2.0), grids.Best(run, "grid", 1.5, 2.0)
+    wins, table, errors = grids.page([pair], [[plain_s, 1.5] * 4 + [10 * plain_s, 15.0]])
+    assert f": {said}." in wins
+    ratio = f"{plain_s / 1.5:.2f}"
+    assert f"| 2.20 | {ratio} ({ratio}, {ratio}) | 1.00 |" in table
+    assert errors.startswith("2 cases")
+
+
+def test_processes_with_parts_of_their_own_share_no_cores() -> None:
+    cores = cluster_of(grids.MACHINE, _found()).host.cores
+    assert cores is not None
+    assert cores.value == grids.MACHINE.n
 
 
 def test_the_mean_error_counts_both_directions() -> None:
