@@ -1,6 +1,4 @@
-"""benchmarks.gpu in its CPU form: the code that a GPU would run, on tiny models."""
-
-from __future__ import annotations
+"""benchmarks.gpu: predicted times, targets, FLOPs and tolerances."""
 
 import math
 from concurrent.futures import Future
@@ -8,46 +6,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import expected, numerics, step_report
 from benchmarks.gpu import step as gpu_step
 from benchmarks.predicted.predictions import Predicted
-from typer.testing import CliRunner
 
 from gridformer.config import ModelConfig, shipped_model
-from tests.support.commands import called_here
-
-CPU_FORM = ["--device", "cpu", "--quick"]
-
-
-# --------------------------------------------------------------------------- the commands
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["ceiling"], "--device cpu --quick"),
-        (["host-time", "--only", "optimus", *CPU_FORM], "--only optimus"),
-    ],
-)
-def test_refusals_name_the_remedy(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = called_here(gpu.main, "benchmarks.gpu", *words)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_missing_compiler_stops_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "toolchain_problems", lambda device: ["there is no g++"])
-    result = CliRunner().invoke(gpu.app, ["single", *CPU_FORM])
-    assert (result.exit_code, result.stdout) == (2, "")
-
-
-# --------------------------------------------------------------------------- single
 
 
 def settings(**changes: Any) -> gpu_step.Settings:
@@ -114,9 +78,6 @@ def test_flops_are_those_of_the_paper(name: str) -> None:
     paper = 96 * b * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
     recomputation = 24 * b * s * l * h**2 + 4 * b * s**2 * l * h
     assert step_report.step_flops(config, b * s, s) == pytest.approx(paper - recomputation)
-
-
-# --------------------------------------------------------------------------- schemes
 
 
 def test_a_layout_is_equal_only_within_its_tolerance() -> None:

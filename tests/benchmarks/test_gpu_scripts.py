@@ -1,10 +1,8 @@
-"""The scripts that measure machines, run with a Python that only writes down how it is called.
+"""The script that measures a machine, run with a Python that only writes down how it is called.
 
 It makes environments whose Python is a copy of itself. A file `broken` lets pip and calibrate fail,
 `slow` lets tests hang, and `cuda` says that there is a GPU.
 """
-
-from __future__ import annotations
 
 import os
 import shutil
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch.programs import ROOT
+from tests.support.marks import full_unless
 
 SCRIPTS = ROOT / "benchmarks" / "gpu"
 PYTHON = r"""#!/usr/bin/env bash
@@ -52,34 +51,11 @@ def calls(checkout: Path, what: str) -> list[str]:
     return [line for line in lines if what in line]
 
 
-def test_one_machine_installs_once_and_measures(checkout: Path) -> None:
-    for _ in range(2):
-        assert begin(checkout, "one_machine.sh", "--model", "megatron-2.5b").wait(120) == 0
-    (install,) = calls(checkout, "-m pip")
-    assert install.endswith("install --quiet torch>=2.11 ."), "and nothing that it does not need"
-    measured = calls(checkout, "benchmarks.gpu.cluster")
-    words = "-m benchmarks.gpu.cluster --out report.md --model megatron-2.5b"
-    assert measured == [f".venv-gpu/bin/python {words}"] * 2
-
-
-def test_machines_that_share_a_checkout_make_one_environment(checkout: Path) -> None:
-    started = [begin(checkout, "four_machines.sh", "first", str(rank)) for rank in range(4)]
-    assert [process.wait(120) for process in started] == [0] * 4
-    assert len(calls(checkout, "-m venv")) == 1
-    assert len(calls(checkout, "-m pip")) == 1
-    measured = calls(checkout, "benchmarks.gpu.cluster")
-    assert sorted(line.split("--node-rank ")[1][0] for line in measured) == ["0", "1", "2", "3"]
-    for line in measured:
-        assert line.startswith(".venv-gpu/bin/python -m torch.distributed.run --nnodes 4 ")
-        assert "--nproc-per-node 8 --master-addr first --master-port 29500 -m" in line
-    both = calls(checkout, "-m ")
-    assert both.index(calls(checkout, "-m pip")[0]) < both.index(measured[0])
-
-
+FILES = ("", "cuda", "broken", "slow")
 PARTS = "pytest pytest pytest single single single calibrate predicted tiles".split()  # noqa: SIM905
 
 
-@pytest.mark.parametrize("file", ["", "cuda", "broken", "slow"])
+@pytest.mark.parametrize("file", full_unless(lambda file: file in ("", "slow"), FILES))
 def test_a_quarter_of_an_hour_has_all_parts_in_their_order(checkout: Path, file: str) -> None:
     """A part that fails is named, and one that hangs is killed, so that the whole ends in time."""
     if file:

@@ -1,24 +1,12 @@
-"""The table of published numbers that nothing is fitted to, and the page that contains it."""
+"""The table of published numbers that nothing is fitted to."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from benchmarks.planner import torchtitan
 from benchmarks.planner.apart import BAR, apart_lines, mean_error, winner_lines
 from benchmarks.planner.deepspeed import Rates, of_deepspeed
-from benchmarks.planner.held_out import (
-    OWN,
-    SUPER,
-    SUPER_OWN,
-    WEAK,
-    Found,
-    held_out,
-    same_winner,
-)
-from benchmarks.planner.page import fill, marked
+from benchmarks.planner.held_out import OWN, SUPER, SUPER_OWN, WEAK, Found, held_out, same_winner
 
 from gridformer.cluster.file import load_cluster
 from gridformer.plan.prediction import Parts
@@ -101,23 +89,6 @@ def test_deepspeed_of_2021_gathers_again_and_sums_each_gradient_by_itself() -> N
     assert {one.dtype for one in sums} == {"float16"}
     # The last norm of the model travels with the bias of the last layer's last matrix.
     assert sorted(one.size for one in sums) == sorted([*MATRICES, *SMALL, H, H])
-
-
-def test_a_page_gets_the_table_where_it_is_marked(tmp_path: Path) -> None:
-    begin, end = marked("held-out")
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n\n{begin}\nold\n{end}\n\nafter\n")
-    fill(page, "held-out", ["| new |"])
-    fill(page, "held-out", ["| newer |"])
-    assert page.read_text() == f"before\n\n{begin}\n\n| newer |\n\n{end}\n\nafter\n"
-    with pytest.raises(ValueError, match="has no"):
-        fill(page, "selene-a100", [])
-
-
-def test_planners_page_has_a_place_for_each_table() -> None:
-    text = Path("docs/results/planner.md").read_text(encoding="utf-8")
-    for name in ("frontera-rtx5000", "selene-a100", "dgx-h100", "held-out", "torchtitan"):
-        assert all(one in text for one in marked(name)), name
 
 
 def test_torchtitan_repeats_half_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The memory benchmark: the limits it finds, and its report on known numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 pytest tests/benchmarks/test_planner.py -m '' -s      # prints the table of every cluster
 """
 
-from __future__ import annotations
-
 from itertools import islice
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The emulated cluster's groups, its layouts, and what it says where it cannot run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,16 +41,6 @@ def test_all_layouts_are_valid_and_there_are_enough_of_them() -> None:
     assert len(layouts) >= 20
     assert {run.model.family for run in layouts} == {"gpt2", "t5", "transformer"}
     assert len({name for name, _ in demo_runs()}) == 12
-
-
-def test_what_is_compared_is_measured_and_differs() -> None:
-    for one in comparisons():
-        assert one.slow in PLAN[one.machine], one.name
-        assert one.fast in PLAN[one.machine], one.name
-        assert one.slow.run(one.machine) != one.fast.run(one.machine)
-        if one.forward:
-            assert one.slow.forward_too
-            assert one.fast.forward_too
 
 
 @pytest.mark.parametrize(("what", "column"), [("training", -1), ("inference", -2)])
@@ -143,11 +131,7 @@ def test_the_runs_of_the_papers_are_valid() -> None:
 
 @pytest.mark.parametrize(
     ("op", "heads", "keys", "hides", "launches"),
-    [
-        ("sdpa", 4, 512, 1, 11),
-        ("sdpa", 4, 512, 0, 9),
-        ("sdpa_backward", 3, 128, 1, 9),
-    ],
+    [("sdpa", 4, 512, 1, 11), ("sdpa", 4, 512, 0, 9), ("sdpa_backward", 3, 128, 1, 9)],
 )
 def test_kernels_of_super_are_those_of_lbann(
     op: str, heads: int, keys: int, hides: int, launches: int

@@ -1,12 +1,9 @@
 """What layers cost, by formula and in recorded code; batch limits; loss against wall clock."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 from benchmarks.published import costs, limits, loss
-from benchmarks.published.super import Speeds, speed_lines
 
 from gridformer.cluster.file import load_cluster
 from gridformer.parallel.validation import check_layout
@@ -23,11 +20,9 @@ def test_layers_cost_what_the_formulas_of_table_1_say() -> None:
     skipped = 2 * 4 * costs.B * costs.S * costs.H**2 / 4  # the last product, on each of four ranks
     one = costs.flop_formula(4)
     for kind, cost in found.items():
-        assert cost.flop == {
-            "forward": one,
-            "recomputation": one - skipped,
-            "backward": 2 * one,
-        }, kind
+        assert cost.flop == {"forward": one, "recomputation": one - skipped, "backward": 2 * one}, (
+            kind
+        )
         assert cost.elements["forward"] == costs.formula(kind, 2, "forward")
     for kind in ("megatron", "optimus, the paper's broadcasts"):
         assert found[kind].elements["backward"] == costs.formula(kind, 2, "backward")
@@ -51,14 +46,6 @@ def test_layouts_of_the_batch_limits_are_valid_and_the_table_is_relative_to_mega
     )
     assert lines[-2].endswith("| 480 (8.0x) | 480 (8x) |")
     assert lines[-1].endswith("| 600 (10.0x) |  |")
-
-
-def test_what_does_not_fit_is_marked() -> None:
-    names = ["data parallel", "4-way D&SP"]
-    one = Speeds("t5-large-mod", names, [1.0, 0.9], [1.0, 3.2], [15.0, 9.0], [False, True])
-    lines = speed_lines([one], published=True)
-    assert lines[-2] == "| t5-large-mod* | one product | 0.90 | 2.22 |"
-    assert lines[-1] == "| t5-large-mod* | one by one | 3.20 | 2.22 |"
 
 
 def test_curves_of_loss_agree_or_the_command_fails(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The benchmark of sub-graphs: its cases, and its report on known numbers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path
