@@ -4,8 +4,6 @@ Code that tests share is in tests/support, and no test imports another. No two p
 the same name. A short module that only a sibling imports is part of that sibling.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

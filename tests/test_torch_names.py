@@ -1,7 +1,5 @@
 """Private names of torch: few files use them, a page lists them, and a new torch may lack some."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`gridformer calibrate` with tiny cases, on one process and on two."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -18,13 +16,7 @@ from typer.testing import CliRunner
 from gridformer.calibrate import device, messages
 from gridformer.calibrate.device import Measurements, cpu_seconds, n_copies, typical_host
 from gridformer.calibrate.messages import group_sizes, message_seconds
-from gridformer.calibrate.operations import (
-    Run,
-    cpu_cases,
-    gpu_cases,
-    operations,
-    quick_cases,
-)
+from gridformer.calibrate.operations import Run, cpu_cases, gpu_cases, operations, quick_cases
 from gridformer.cli.app import app
 from gridformer.cluster.costs import KernelWork, kernel_s
 from gridformer.cluster.file import load_cluster
@@ -135,13 +127,7 @@ def test_all_operations_of_a_cpu_take_such_turns(monkeypatch: pytest.MonkeyPatch
 
 
 def test_groups_of_several_sizes_divide_the_processes() -> None:
-    assert [group_sizes(n) for n in (2, 4, 8, 9, 16)] == [
-        [2],
-        [2, 4],
-        [2, 8],
-        [3, 9],
-        [2, 4, 16],
-    ]
+    assert [group_sizes(n) for n in (2, 4, 8, 9, 16)] == [[2], [2, 4], [2, 8], [3, 9], [2, 4, 16]]
 
 
 class Clock:

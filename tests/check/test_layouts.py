@@ -1,7 +1,5 @@
 """Every layout passes a check: deep pipelines, all families, both forms of D&SP, up to 64 ranks."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

@@ -5,8 +5,6 @@ it leaves in tests/launch/test_failing.py, and a rendezvous that can be reached 
 tests/launch/test_privacy.py.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -67,9 +65,6 @@ def checked(
 def only(report: Report) -> Problem:
     (problem,) = report.problems
     return problem
-
-
-# --------------------------------------------------------------------------- faults put back
 
 
 def strides_kept() -> AbstractContextManager[object]:

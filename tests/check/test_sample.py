@@ -1,7 +1,5 @@
 """Large runs: which ranks stand for all, and what is found although few are traced."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

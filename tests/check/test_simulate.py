@@ -1,7 +1,5 @@
 """The replay accepts every program that is right by construction, and finds every fault in it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -66,7 +64,7 @@ def calls_of(step: Step, number: int) -> dict[int, Start]:
                 parts=(
                     Part("send", members[(i + 1) % n], step.size, "float32"),
                     Part("recv", members[(i - 1) % n], step.size, "float32"),
-                ),
+                )
             )
             for i, rank in enumerate(members)
         }

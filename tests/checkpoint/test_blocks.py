@@ -1,7 +1,5 @@
 """Each rank copies and writes its own blocks, their index stays small, a load opens few files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace

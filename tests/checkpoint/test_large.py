@@ -3,8 +3,6 @@
 The first rank reads the notes of all others, joins what they say into one index, and writes that.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import tracemalloc

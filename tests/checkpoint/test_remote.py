@@ -1,7 +1,5 @@
 """Checkpoints are copied to any file system of fsspec; runs and commands go on from there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

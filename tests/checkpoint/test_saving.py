@@ -1,7 +1,5 @@
 """One save: what happens if disks are full, ranks are lost and processes are killed meanwhile."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -221,9 +219,6 @@ def test_a_draft_that_was_given_up_is_not_made_again(tmp_path: Path) -> None:
     assert [*(tmp_path / "checkpoints").iterdir()] == []
 
 
-# ------------------------------------------------------------------ copies to a URL
-
-
 def test_ranks_wait_for_a_copy_however_long_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,9 +278,6 @@ def test_a_process_that_copies_itself_is_not_taken_for_one_that_hangs(tmp_path: 
         assert noted.waits >= 3
     finally:
         progress.stop()
-
-
-# ------------------------------------------------------------------ killed
 
 
 def save_with(out: Path, value: float, beside: bool) -> SaveOutcome:

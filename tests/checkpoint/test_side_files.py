@@ -1,7 +1,5 @@
 """Each checkpoint has the small files of its model with it, so that it can be used anywhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Weights of other runs: which a new run may begin with, and the mean of several checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

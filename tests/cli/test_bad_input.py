@@ -1,7 +1,5 @@
 """Whatever a user gives, the answer is a result or a sentence: no traceback, no silence."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

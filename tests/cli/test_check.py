@@ -1,7 +1,5 @@
 """`gridformer check`: its report, its JSON and its exit codes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

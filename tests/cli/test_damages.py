@@ -1,7 +1,5 @@
 """Damaged run directories: each damage is one sentence that names it, with its exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

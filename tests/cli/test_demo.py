@@ -1,7 +1,5 @@
 """The demo's three parts on a small run of one process; `make demo` does the same on four."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

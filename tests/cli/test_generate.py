@@ -1,7 +1,5 @@
 """`gridformer generate` refuses what would have no effect, before it looks for a model."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

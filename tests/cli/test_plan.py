@@ -1,7 +1,5 @@
 """`gridformer plan` as a user meets it: what it emits trains, and it says so if nothing fits."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """A command that takes too long ends with one sentence, wherever it computes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The command line as a user meets it, with real processes, signals and files."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

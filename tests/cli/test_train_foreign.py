@@ -1,7 +1,5 @@
 """A run on files of Megatron-LM or datatrove is the run on a token folder with the same tokens."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

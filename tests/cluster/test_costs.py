@@ -1,7 +1,5 @@
 """Times of single kernels and messages: bounds that hold for any machine, and known volumes."""
 
-from __future__ import annotations
-
 import pytest
 from benchmarks.planner.fitting import with_fitted
 
@@ -202,9 +200,6 @@ def test_a_message_between_nodes_keeps_a_thread_busy_as_long_as_one_within_a_nod
         assert message_cpu_s(cluster, work) == pytest.approx(seconds)
         near = work._replace(members=(0, 1, 2, 3))
         assert message_cpu_s(cluster, near) == message_s(cluster, near)
-
-
-# --------------------------------------------------------------------------- tables
 
 
 def measured(m: int, us: float, processes: int = 1, order: str = "nn") -> ProductRow:

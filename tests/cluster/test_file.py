@@ -1,7 +1,5 @@
 """Cluster files: those that ship can be read, and what is wrong in one is named with a remedy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

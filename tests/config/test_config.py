@@ -1,7 +1,5 @@
 """Configs: overrides, words of messages, mixtures, and the heads and epochs of fine-tuning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +116,6 @@ def test_samples_are_packed_with_a_mask() -> None:
         assert run.data.packing == "documents"
 
 
-# ------------------------------------------------------------- mixtures
-
 TWO = [{"path": "data/web", "weight": 0.7}, {"path": "more/code files", "weight": 0.3}]
 
 
@@ -164,8 +160,6 @@ def test_weights_are_exact_as_they_are_written() -> None:
     assert whole_weights([1.0, 1.0, 1.0]) == (1, 1, 1)
     assert whole_weights([30.0, 0.0, 1e-2]) == (3000, 0, 1)
 
-
-# ------------------------------------------------------------- fine-tuning
 
 BERT = {"family": "bert", "n_layers": 1, "hidden_size": 8, "n_heads": 2, "max_seq_len": 32}
 

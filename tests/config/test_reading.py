@@ -1,7 +1,5 @@
 """Shipped run files and models, files that are no run files, and the YAML round trip."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -190,8 +188,6 @@ def test_problems_and_name_come_from_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(str(path))}: unknown key train.stpes"):
         load_run(path, ["train.steps=5"])
 
-
-# --------------------------------------------------------------------------- round trip
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1)
 SMALL = st.integers(1, 9)

@@ -1,7 +1,5 @@
 """What a run file or an override is refused for, and the sentence that says so."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The descriptions of config keys, their page, and the words of other libraries for them."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Conversations as tokens: equal to transformers, whatever a record or a template looks like."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,13 +8,7 @@ import pytest
 
 from gridformer.data import Tokenizer
 from gridformer.data import chat as template_module
-from gridformer.data.chat import (
-    BUILT_IN,
-    ChatTemplate,
-    encode,
-    messages_of,
-    open_template,
-)
+from gridformer.data.chat import BUILT_IN, ChatTemplate, encode, messages_of, open_template
 from gridformer.utils.errors import DataError, UserError
 from tests.support.reference.shared import transformers
 
@@ -56,10 +48,7 @@ def test_equal_to_transformers(name: str, tmp_path: Path) -> None:
     stored, needed = open_template(name, None)
     tokenizer = tokenizer_of(*needed)
     want = theirs(tokenizer, tmp_path).apply_chat_template(
-        TALK,
-        chat_template=stored.template,
-        return_assistant_tokens_mask=True,
-        return_dict=True,
+        TALK, chat_template=stored.template, return_assistant_tokens_mask=True, return_dict=True
     )
     with stored as template:
         (found,) = encode([TALK], template, tokenizer)

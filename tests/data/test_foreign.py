@@ -14,14 +14,7 @@ from gridformer.data.foreign import open_tokens
 from gridformer.data.run_data import fingerprint
 from gridformer.utils.errors import DataError
 from tests.support.data import a_run, open_batches, sentences
-from tests.support.foreign import (
-    Documents,
-    put,
-    shorter,
-    without,
-    write_datatrove,
-    write_megatron,
-)
+from tests.support.foreign import Documents, put, shorter, without, write_datatrove, write_megatron
 
 TOKENIZER = Tokenizer.train(sentences(200), 300)
 SMALL = [[[i % 100 + j for j in range(i % 7 + 1)]] for i in range(40)]

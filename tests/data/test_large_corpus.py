@@ -5,8 +5,6 @@ of `read` and of pages of files that became part of this process, and memory by 
 Neither depends on the speed of the machine.
 """
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The folders of a run: mixtures of equal tokenizers, those that differ, and fingerprints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -122,9 +120,6 @@ def test_fingerprints_name_the_source_that_changed(
     moved = {"validation": [{"name": "b", "path": str(text_folder.path)}]}
     changed = fingerprint(RunData.open(a_mixture(one, other, data=moved).data))
     assert any(said.startswith("validation set b: ") for said in changed.differences(fewer))
-
-
-# --------------------------------------------------------------------------- fingerprints
 
 
 @pytest.fixture

@@ -90,10 +90,7 @@ def _one_token_each(folder: Path) -> None:
         (_grow, r"val\.bin: has \d+ bytes, expected \d+"),
         (shorter("train.idx", 8), r"train\.idx: has .* \(the index of \d+ documents\)"),
         (put("train.idx", 0, b"\x00"), r"train\.idx: is not an index of Megatron-LM"),
-        (
-            put("train.idx", 17, b"\x05"),
-            r"documents of int64, but index\.json \d+ of uint16",
-        ),
+        (put("train.idx", 17, b"\x05"), r"documents of int64, but index\.json \d+ of uint16"),
         (shorter("tokenizer.json", 1), r"tokenizer\.json: has \d+ bytes, expected \d+"),
         (shorter("index.json", 5), r"index\.json: cannot be read"),
         (without("val.bin"), r"val\.bin: is missing"),
@@ -105,10 +102,7 @@ def _one_token_each(folder: Path) -> None:
         (lambda f: change(f, val={"documents": 1}), r"gives val\.idx .*, but the index of 1 .* 62"),
         (lambda f: change(f, kind="pairs"), "documents, which make no pairs"),
         (_one_token_each, r"val\.idx: runs from 0 to \d+, expected 0 to"),
-        (
-            put("val.idx", HEADER_BYTES, b"\x00"),
-            r"val\.idx: sequence 0 .* and has \d+ tokens",
-        ),
+        (put("val.idx", HEADER_BYTES, b"\x00"), r"val\.idx: sequence 0 .* and has \d+ tokens"),
         (lambda f: change(f, version=4), "version 4 of the format, but .* reads version 3"),
         (lambda f: change(f, version=2), "version 2 of the format, but .* reads version 3"),
         (lambda f: change(f, dtype="float32", eos_id=-1), r"is damaged \(dtype: .*; eos_id: "),

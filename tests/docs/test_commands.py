@@ -4,8 +4,6 @@ test_readme.py runs README's commands. The how-tos train for minutes, so their c
 parsed.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

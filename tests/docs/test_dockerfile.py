@@ -1,7 +1,5 @@
 """The Dockerfile: what it copies, its versions, and the user that its image runs as."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

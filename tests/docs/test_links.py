@@ -1,7 +1,5 @@
 """Links in README and docs lead somewhere, and the paths and tests they name exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

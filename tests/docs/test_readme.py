@@ -5,8 +5,6 @@ things are changed: training takes fewer steps than typed, and the demo's data a
 part of the standard library's sources. A command of a new kind fails until it is added here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

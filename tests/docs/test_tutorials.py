@@ -4,8 +4,6 @@ So do the commands of docs/how-to/fine-tuning.md, on small data and small weight
 folders that transformers wrote, and `prepare` reads files in the formats of the data sets.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -83,8 +81,6 @@ def test_files_of_an_imported_model_come_back_after_training(tmp_path: Path) -> 
         assert Path("back/chat_template.jinja").read_text() == "{{ messages }}"
         assert json.loads(Path("back/config.json").read_text())["bos_token_id"] == 3
 
-
-# --------------------------------------------------------------------------- fine-tuning
 
 PAGE = ROOT / "docs" / "how-to" / "fine-tuning.md"
 COMMANDS = [line for fence in fences(PAGE) if not fence.language for line in fence.lines]

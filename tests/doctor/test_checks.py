@@ -86,9 +86,7 @@ def test_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.level, "127.0.0.1" in found.remedy) == ("bad", True)
 
 
-def test_a_check_that_breaks_does_not_end_the_examination(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_check_that_breaks_does_not_end_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Iterator[Finding]:
         raise RuntimeError("driver gone")
         yield

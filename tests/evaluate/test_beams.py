@@ -1,7 +1,5 @@
 """Greedy and beam search find what Hugging Face's generate finds with the same T5."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

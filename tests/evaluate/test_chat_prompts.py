@@ -1,7 +1,5 @@
 """generate --chat: prompts are rendered as in training, and answers end where turns do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`gridformer evaluate`: numbers by their plain definitions, and requests that are refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -4,8 +4,6 @@ The models are scripted: in each place they rank special tokens highest, and the
 So an answer that contains a special token, or another place's word, is noticed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -51,9 +49,6 @@ def ranked(order: Sequence[int], v: int) -> Tensor:
     logits = torch.full((v,), -50.0)
     logits[list(order)] = 50.0 - 2.0 * torch.arange(len(order))
     return logits
-
-
-# --------------------------------------------------------------------------- BERT
 
 
 class Scripted(nn.Module):
@@ -137,9 +132,6 @@ def test_a_prompt_that_is_too_long_for_bert_is_refused() -> None:
     n = 3 + len(TOKENIZER.encode(" fox" * 40))
     with pytest.raises(UserError, match=rf"the prompt takes {n} tokens, and the model reads 32"):
         fill_words(trained(model, special), "___" + " fox" * 40)
-
-
-# --------------------------------------------------------------------------- T5, Transformer
 
 
 class ScriptedDecoder(Scripted):

@@ -1,7 +1,5 @@
 """Sampling from GPT-2: words are chosen as Hugging Face chooses them, and caches change nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Numbers equal those of lm-evaluation-harness with the exported model, on local tasks."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

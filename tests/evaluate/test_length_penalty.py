@@ -3,8 +3,6 @@
 The model is replaced by hand-set probabilities, so the scores can be computed with a pencil.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

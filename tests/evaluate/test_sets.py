@@ -1,7 +1,5 @@
 """`evaluate` knows labels by the names that a model has with it, and the named sets of a run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence
@@ -62,9 +60,6 @@ def test_the_names_are_found_wherever_the_model_lies(token_folder: Path, tmp_pat
     gone = f"neither labels.json of the model nor {tmp_path / 'gone'}, whose names"
     assert gone in said_of(nameless, ["no"])
     assert said_of(nameless, right) == "1.0"
-
-
-# --------------------------------------------------------------------------- named sets
 
 
 def a_run(data: dict[str, Any], **layout: int) -> RunConfig:

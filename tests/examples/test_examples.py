@@ -1,7 +1,5 @@
 """The examples: their losses fall, and any number of processes gives one process's losses."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """`train.deterministic` makes two runs on one GPU equal to the bit, wherever a GPU is found."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The kernels on a real GPU, wherever one is found, compute what PyTorch's operators compute."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest

@@ -9,8 +9,6 @@ does not run is skipped with the number of cells, and tests/conftest.py prints t
 runs the cells on the GPUs that there are, even if there is one, with NCCL 2.30 or newer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

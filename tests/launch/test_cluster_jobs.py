@@ -1,7 +1,5 @@
 """`gridformer launch`: scripts and manifests are valid, whatever names."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ The nodes of Slurm are network namespaces where that is allowed. The runs are co
 undisturbed one on this machine, in float64.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Why a run hangs, from what its ranks have told, without any processes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -4,8 +4,6 @@ One of its peers waits as over NCCL, where the host is in native code and notice
 nor that a peer is gone. What the ranks wait for takes 600 s, far longer than any limit here.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs and commands that hang, with real processes: the watch says why, on any launcher."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -241,9 +239,7 @@ def test_a_stopped_process_is_named(command: str, run_dir: Path, tmp_path: Path)
         words = ["--greedy", "--batch-size", "1", "--prompts", str(texts)]
     before = sorted(run_dir.rglob("*"))
     code, err, pid = with_a_stopped_rank(
-        [command, run_dir, *LAYOUT, *words, "--timeout", str(LIMIT)],
-        tmp_path,
-        lambda: True,
+        [command, run_dir, *LAYOUT, *words, "--timeout", str(LIMIT)], tmp_path, lambda: True
     )
     assert code == 1, err
     assert f"The run hangs: rank 1 (pid {pid} on " in err

@@ -1,7 +1,5 @@
 """Starting, watching and stopping workers, with real processes and signals, and bounded in time."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -24,14 +22,7 @@ from gridformer.mesh.process_group import check_devices, init_process_groups
 from gridformer.utils.errors import UserError
 from gridformer.utils.process import n_cores
 from gridformer.utils.signals import StopPolicy
-from tests.support.launch.programs import (
-    LIMIT_S,
-    Start,
-    assert_gone,
-    finish,
-    still_runs,
-    wait_for,
-)
+from tests.support.launch.programs import LIMIT_S, Start, assert_gone, finish, still_runs, wait_for
 
 SRUN = {
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
@@ -167,21 +158,9 @@ def test_a_user_error_is_its_message(start: Start, entrypoint: str) -> None:
         (4, "cuda", 4, 4, ""),
         (0, "auto", 4, None, ""),
         (0, "cpu", 16, None, ""),
-        (
-            2,
-            "cuda",
-            4,
-            None,
-            "4 processes on this machine and 2 GPUs: .* at most 2, or ",
-        ),
+        (2, "cuda", 4, None, "4 processes on this machine and 2 GPUs: .* at most 2, or "),
         (0, "cuda", 1, None, "no GPU"),
-        (
-            0,
-            "cpu",
-            4,
-            2,
-            r"--nproc=2, but the layout needs 4 processes \(rows x cols x branches ",
-        ),
+        (0, "cpu", 4, 2, r"--nproc=2, but the layout needs 4 processes \(rows x cols x branches "),
     ],
 )
 def test_devices_suffice(

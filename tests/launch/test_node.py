@@ -1,7 +1,5 @@
 """The starter of one node's processes: their places, their exit code, and that none is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Planning a run: refusals before torch is loaded, and of messages that do not fit together."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A local run cannot be reached from outside: its sockets, its meeting place, and what it reads."""
 
-from __future__ import annotations
-
 import base64
 import os
 import pickle

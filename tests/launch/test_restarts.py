@@ -1,7 +1,5 @@
 """Runs that go on after a failure: in new processes, and with another number of them."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
@@ -128,9 +126,7 @@ def test_some_processes_may_be_left_over(
         with_processes(run, 5)
 
 
-def test_memory_is_shared_by_the_processes_that_are_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_shared_by_the_processes_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by those that the run was meant for."""
     run = wanted({"scheme": "single", "dp": 64}, global_batch=64)
     monkeypatch.setattr(room, "free_memory", lambda: 9 << 30)

@@ -1,7 +1,5 @@
 """RUNDIR/lock: one run at a time, its holder named, and a dead one's lock taken over."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`train.checkpoint_to`: what a run does about it before its processes start and after they end."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

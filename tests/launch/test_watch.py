@@ -1,7 +1,5 @@
 """The watch of a process: over NCCL, for a peer that failed, and where it finds a thread."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Runs that do not fit are refused before any process starts, with settings that do fit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,10 +50,7 @@ def test_proposed_settings_fit() -> None:
     worst = estimate_rank(run, 0)
     n_bytes = round(0.8 * worst.peak)
     offers = nearest(run, worst, n_bytes)
-    assert [{*offer.changes} for offer in offers] == [
-        {"layout.micro_batches"},
-        {"train.recompute"},
-    ]
+    assert [{*offer.changes} for offer in offers] == [{"layout.micro_batches"}, {"train.recompute"}]
     for offer in offers:
         other = valid_change(run, offer.changes)
         assert other is not None

@@ -1,7 +1,5 @@
 """Estimates without measuring: whom a rank represents, and what may be left out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`gridformer layouts`: the list is complete, what it lists works, and the rest has a reason."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Quick estimates are close to those from the real code, and the bounds hold."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

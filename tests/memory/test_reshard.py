@@ -1,7 +1,5 @@
 """`layout.reshard: auto` is the setting that it decides for, in every estimate and in the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which GPU a process of a run uses, from what it sees; torch's answers are made up."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -48,11 +46,7 @@ def place_of(by: str = "torchrun", local: int = 2, of: int = 4, knows: bool = Tr
     ],
 )
 def test_own_gpu(
-    visible: int,
-    place: RankEnv,
-    gpu: int | None,
-    here: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    visible: int, place: RankEnv, gpu: int | None, here: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see(monkeypatch, visible)
     assert own_gpu(place) == gpu

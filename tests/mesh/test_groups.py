@@ -5,8 +5,6 @@ their number may grow with axes, not with ranks.
 One process plays a rank among up to 1,024, on torch's fake backend.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Which place a launcher gives a process, how attempts meet, and how a group is given up."""
 
-from __future__ import annotations
-
 import threading
 from threading import Thread
 from typing import Any

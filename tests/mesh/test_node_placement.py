@@ -1,7 +1,5 @@
 """Blocks of the mesh on nodes: the formula for bytes into a node agrees with simulated rings."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Attention of all families uses the fused kernel, and no scores are kept if it needs no bias."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 
@@ -16,12 +14,7 @@ from gridformer.models import Model
 from gridformer.models.blocks import DropoutRng, RelativeBias, scores
 from gridformer.models.blocks.attention import _Heads
 from gridformer.models.blocks.dropout import keep_scores
-from gridformer.models.blocks.scores import (
-    SharedBias,
-    Window,
-    added_to_scores,
-    document_bounds,
-)
+from gridformer.models.blocks.scores import SharedBias, Window, added_to_scores, document_bounds
 from gridformer.parallel import build_parallel
 from gridformer.utils.batch import Batch
 

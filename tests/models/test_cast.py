@@ -1,7 +1,5 @@
 """Copies of weights in the type of the computation: their values, and when they exist."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,9 +103,6 @@ def test_the_transpose_of_a_freed_parameter_is_that_of_its_copy() -> None:
     turned.backward(grad)
     assert held.weight.grad is not None
     assert torch.equal(held.weight.grad, grad.t())
-
-
-# --------------------------------------------------------------------------- the head
 
 
 def loss_of(held: Holder, x: Tensor, targets: Tensor, padded: bool) -> list[Tensor]:

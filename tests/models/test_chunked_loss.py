@@ -1,7 +1,5 @@
 """A loss over chunks of the tokens gives the same numbers without holding all logits."""
 
-from __future__ import annotations
-
 import copy
 from unittest.mock import patch
 
@@ -12,13 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gridformer.models.blocks import (
-    IGNORE,
-    CrossEntropy,
-    TiedHead,
-    chunked_loss,
-    places_per_chunk,
-)
+from gridformer.models.blocks import IGNORE, CrossEntropy, TiedHead, chunked_loss, places_per_chunk
 from gridformer.models.kernels import products
 from tests.support.memory_log import MemoryLog
 

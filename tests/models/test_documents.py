@@ -1,7 +1,5 @@
 """Documents that share a sample: each is computed as if it were alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

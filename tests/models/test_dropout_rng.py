@@ -1,7 +1,5 @@
 """Counters, from which kernels and compiled code read what dropout masks depend on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients of a weight that products add to those of earlier backward passes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

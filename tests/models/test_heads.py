@@ -1,7 +1,5 @@
 """Heads for fine-tuning compute what the classes of transformers compute."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -64,8 +62,7 @@ QUICK_HEADS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "head", "n_labels"),
-    full_unless(QUICK_HEADS.__contains__, KINDS_HEADS, unpack=True),
+    ("kind", "head", "n_labels"), full_unless(QUICK_HEADS.__contains__, KINDS_HEADS, unpack=True)
 )
 def test_every_class_gives_the_same_logits_loss_and_gradients(
     kind: str, head: heads.Head, n_labels: int
@@ -188,9 +185,6 @@ def test_labels_that_are_ignored_count_nothing() -> None:
             micro.batch["labels"] = labels.masked_fill(hidden, IGNORE)
             some[name] = ours.losses(micro.batch)["labels"]
     assert_close(some["some"] + some["rest"], some["all"])
-
-
-# --------------------------------------------------------------------------- beside words
 
 
 def labeled(family: str) -> Model:

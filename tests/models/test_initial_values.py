@@ -1,7 +1,5 @@
 """The spread of initial weights equals Hugging Face's and torch's."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

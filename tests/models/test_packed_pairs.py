@@ -1,7 +1,5 @@
 """Pairs that share rows of encoder and decoder: each is computed as if it were alone."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products with one weight or several side by side: values, gradients, and what is kept."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Plain models compute what Hugging Face's and torch's compute from the same weights."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -109,7 +107,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_scaling": {
             **YARN,
             **{"attention_factor": 1.5, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False},
-        },
+        }
     },
 }
 CASES = [
@@ -230,9 +228,7 @@ def test_padding_beyond_a_window_gives_numbers() -> None:
 
 @DTYPES
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"n_heads": 1}, {"ffn_size": 80}, {"n_layers": 1}, {"norm_eps": 0.1}],
-    ids=str,
+    "changes", [{}, {"n_heads": 1}, {"ffn_size": 80}, {"n_layers": 1}, {"norm_eps": 0.1}], ids=str
 )
 def test_logits_of_bert(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     """Compare logits of words and of the sentence pair, with padding and any lengths of B."""

@@ -1,7 +1,5 @@
 """Checkpoints that are written while training goes on hold what there was at their step."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from pathlib import Path

@@ -3,8 +3,6 @@
 Outputs and every gradient are compared, for any grids and any number of samples.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any
@@ -57,11 +55,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("n", "name", "how"),
-    CASES,
-    ids=lambda value: "".join(str(value).split()),
-)
+@pytest.mark.parametrize(("n", "name", "how"), CASES, ids=lambda value: "".join(str(value).split()))
 def test_equals_one_process(pool: WorkerPool, n: int, name: str, how: dict[str, Any]) -> None:
     """One batch divides, two do not, and one leaves processes without samples."""
     check(pool, n, name, how, [12 if n != 5 else 10, 7, 13, 3])
@@ -159,10 +153,7 @@ def refused(how: dict[str, Any], seed_by_rank: bool = False) -> str:
         ({"g": 3}, "section towers: 2 branches cannot occupy 3 sub-grids: use at most 2"),
         ({"g": 8}, "section towers: 4 processes cannot form 8 sub-grids: use 1 to 4"),
         ({"g": 2, "common": [0, 7]}, "the ranks must be in 0 to 3"),
-        (
-            {"g": {"tower": 2}},
-            "'tower' in g matches no branch section: did you mean 'towers'?",
-        ),
+        ({"g": {"tower": 2}}, "'tower' in g matches no branch section: did you mean 'towers'?"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -3,8 +3,6 @@
 `python -m tests.multirank.test_calls` prints each call.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -79,8 +77,6 @@ def test_an_mlp_takes_few_calls_in_few_files(pool: WorkerPool, name: str) -> Non
             assert calls.total() <= most, calls
             assert len({file for file, _ in calls}) <= files, calls
 
-
-# --------------------------------------------------- files of a step
 
 ROWS = 4
 # Of a layout's list, the numbers that it does not run: one device has no scheme and no grid.

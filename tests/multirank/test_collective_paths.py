@@ -3,8 +3,6 @@
 NCCL's path runs over gloo; see tests/support/multirank/nccl_path.py.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,12 +27,7 @@ from tests.support.multirank.cutting import grid_axes
 from tests.support.multirank.exactness import TOLERANCE, TRAIN, axes_of, compare
 from tests.support.multirank.layouts import Layout
 from tests.support.multirank.nccl_path import on_nccl
-from tests.support.multirank.pipelines import (
-    LENGTH,
-    family,
-    reads_of,
-    stepper_of,
-)
+from tests.support.multirank.pipelines import LENGTH, family, reads_of, stepper_of
 from tests.support.multirank.pool import WorkerPool
 
 

@@ -1,7 +1,5 @@
 """Steps that are not finite: what is said of them, and what a run does, the same on any layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Replicas that shard optimizer state (zero1), or parameters too (fsdp): memory and messages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

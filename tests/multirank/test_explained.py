@@ -5,8 +5,6 @@ embedding, the head and the loss. The comparison covers the messages of products
 give recomputation its inputs; norms and copies of vectors are small and are not counted.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -138,24 +136,14 @@ def check_bytes(pool: WorkerPool, one: RunConfig, two: RunConfig) -> None:
         assert said[1][axis] - said[0][axis] == pytest.approx(most, rel=1e-9), axis
 
 
-# --------------------------------------------------- nodes and racks
-
-RACKS = {
-    "scheme": "optimus",
-    "rows": 4,
-    "cols": 2,
-    "devices_per_node": 2,
-    "nodes_per_rack": 2,
-}
+RACKS = {"scheme": "optimus", "rows": 4, "cols": 2, "devices_per_node": 2, "nodes_per_rack": 2}
 UNITS = {"node": 2, "rack": 4}  # devices
 N, ROWS = 8, 16
 
 
 def racked(n_layers: int, changes: dict[str, Any]) -> RunConfig:
     return a_run(
-        {**RACKS, **changes},
-        {"n_layers": n_layers, "max_seq_len": 12},
-        {"global_batch": ROWS},
+        {**RACKS, **changes}, {"n_layers": n_layers, "max_seq_len": 12}, {"global_batch": ROWS}
     )
 
 

@@ -1,7 +1,5 @@
 """train.fallback: all ranks leave a damaged checkpoint aside and resume from the same older one."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator

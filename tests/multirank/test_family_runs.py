@@ -1,7 +1,5 @@
 """From text to text with every family: prepare, plan, train on several processes, generate."""
 
-from __future__ import annotations
-
 import json
 import sysconfig
 from pathlib import Path
@@ -76,11 +74,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "kind": "labeled",
         "layout": {"scheme": "subgraph", "branches": 2},
     },
-    "t5": {
-        "model": {"family": "t5"},
-        "kind": "text",
-        "layout": {"scheme": "megatron", "cols": 2},
-    },
+    "t5": {"model": {"family": "t5"}, "kind": "text", "layout": {"scheme": "megatron", "cols": 2}},
     "t5-pairs": {
         "model": {"family": "t5"},
         "kind": "pairs",
@@ -145,8 +139,6 @@ def test_answers_for_each_blank() -> None:
     assert spans_of([7, 51, 5, 52, 9, 50], sentinels, 2) == [[], [5]]
     assert spans_of([], sentinels, 1) == [[]]
 
-
-# --------------------------------------------------- bfloat16 and float16 on real text
 
 FULL = 200  # steps; shorter runs also have fewer tokens per step
 

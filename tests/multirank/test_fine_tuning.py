@@ -1,7 +1,5 @@
 """Fine-tuning from Hugging Face's weights to scores and back, on any layout; BLEU of a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -251,8 +249,6 @@ def test_every_layout_trains_and_scores_as_one_device(
             if key.startswith(("val_", "loss", "grad_norm")):
                 assert math.isclose(one[key], many[key], rel_tol=1e-9), key
 
-
-# --------------------------------------------------- BLEU
 
 SIZE_BLEU = {"n_layers": 2, "hidden_size": 32, "n_heads": 4, "max_seq_len": 64, "dropout": 0.1}
 TRAIN = {

@@ -1,7 +1,5 @@
 """float16 on every layout: an overflow on one rank skips the step on all, and runs continue."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

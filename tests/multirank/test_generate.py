@@ -1,7 +1,5 @@
 """A trained model says the same on every layout: the tokens it generates, and its likelihoods."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, cast
 
@@ -212,8 +210,6 @@ def test_ranks_follow_what_the_first_one_asks(pool: WorkerPool) -> None:
     likelihoods = [one.log_likelihood for one in want[0]]
     assert [one.log_likelihood for one in found[0]] == pytest.approx(likelihoods, rel=1e-9)
 
-
-# --------------------------------------------------- other families
 
 TARGETS = 7
 SEEN: dict[str, dict[str, Any]] = {

@@ -6,8 +6,6 @@ checked against finite differences (all ranks perturb the same element at the sa
 `make test-all` does so with all of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -116,9 +114,7 @@ def test_equals_one_process(pool: WorkerPool, case: tuple[tuple[int, int], str])
 
 
 @pytest.mark.parametrize(
-    "case",
-    full_unless(lambda case: case[0] == (2, 2) and case[1] in DIFFERENCES, CASES),
-    ids=title,
+    "case", full_unless(lambda case: case[0] == (2, 2) and case[1] in DIFFERENCES, CASES), ids=title
 )
 def test_gradients_equal_finite_differences(
     pool: WorkerPool, case: tuple[tuple[int, int], str]

@@ -1,7 +1,5 @@
 """Gradients are summed over replicas bucket by bucket while the backward pass runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any

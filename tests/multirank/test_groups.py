@@ -1,7 +1,5 @@
 """Process groups: all have the run's timeout, and few calls create them; the pool of tests."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Runs that begin with weights of a model with other tables: exact under every layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint moves parameters, and DTensor views are the global ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

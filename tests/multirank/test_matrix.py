@@ -6,8 +6,6 @@ which every pair of values occurs; `make test-all` runs all of them, and writes 
 docs/results/exactness.md.
 """
 
-from __future__ import annotations
-
 import fcntl
 import platform
 import tempfile
@@ -86,10 +84,7 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[Cell | str, float]]:
     ids=lambda cell: cell.title,
 )
 def test_equals_one_device(
-    pool: WorkerPool,
-    found: dict[Cell | str, float],
-    cell: Cell,
-    request: pytest.FixtureRequest,
+    pool: WorkerPool, found: dict[Cell | str, float], cell: Cell, request: pytest.FixtureRequest
 ) -> None:
     why = refusal(cell)
     if why:

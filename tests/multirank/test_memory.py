@@ -5,8 +5,6 @@ with the lowest peak, because gloo's threads may by chance hold tensors a moment
 code that waits for their message.
 """
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass
 from fractions import Fraction
@@ -32,12 +30,7 @@ from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless
 from tests.support.memory_log import MemoryLog
-from tests.support.multirank.exactness import (
-    IN_BACKWARD,
-    batch_of,
-    built,
-    tiny,
-)
+from tests.support.multirank.exactness import IN_BACKWARD, batch_of, built, tiny
 from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run, agrees_of, measured, refused_below

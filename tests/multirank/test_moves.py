@@ -4,8 +4,6 @@ A run that stopped halfway under one layout continues under another, with the lo
 had: parameters, optimizer state, the position in the data and dropout masks move along.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs on packed documents and on mixtures, on many layouts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -122,8 +120,6 @@ def test_packed_pairs_have_the_loss_that_they_have_alone(
     assert n_packed < n_alone / 2
     assert packed == pytest.approx(alone, rel=1e-12)
 
-
-# --------------------------------------------------- mixtures
 
 GRID: dict[str, Any] = {"scheme": "optimus", "rows": 2, "cols": 2, "micro_batches": 2}
 REPLICAS: dict[str, Any] = {"scheme": "megatron", "cols": 2, "dp": 2}

@@ -1,7 +1,5 @@
 """Sizes that do not divide over the grid: the vocabulary, and heads of keys and values."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -57,13 +55,7 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"scheme": "optimus", "rows": 4, "cols": 1, "stationary": "input"}, 5),
     ({"scheme": "optimus", "rows": 2, "cols": 3, "schedule": "broadcast"}, 89),
     (
-        {
-            "scheme": "optimus",
-            "rows": 2,
-            "cols": 3,
-            "schedule": "pipelined",
-            "stationary": "input",
-        },
+        {"scheme": "optimus", "rows": 2, "cols": 3, "schedule": "pipelined", "stationary": "input"},
         7,
     ),
 ]
@@ -111,11 +103,7 @@ def train_and_look(layout: LayoutConfig, vocab_size: int) -> int:
     return n_padding
 
 
-@pytest.mark.parametrize(
-    ("layout", "vocab_size"),
-    SOME_CASES,
-    ids=IDS,
-)
+@pytest.mark.parametrize(("layout", "vocab_size"), SOME_CASES, ids=IDS)
 def test_padding_stays_zero(pool: WorkerPool, layout: dict[str, Any], vocab_size: int) -> None:
     plan, config = LayoutConfig(**layout), config_of(vocab_size)
     found = pool.run(plan.n_processes, train_and_look, plan, vocab_size)
@@ -151,11 +139,7 @@ def compare_losses(layout: LayoutConfig, vocab_size: int) -> tuple[float, float]
     return losses[0], losses[1]
 
 
-@pytest.mark.parametrize(
-    ("layout", "vocab_size"),
-    SOME_CASES,
-    ids=IDS,
-)
+@pytest.mark.parametrize(("layout", "vocab_size"), SOME_CASES, ids=IDS)
 def test_padded_words_never_win(pool: WorkerPool, layout: dict[str, Any], vocab_size: int) -> None:
     plan = LayoutConfig(**layout)
     n_targets = 12 * config_of(vocab_size).max_seq_len

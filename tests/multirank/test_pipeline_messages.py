@@ -1,7 +1,5 @@
 """What pipelines send and when: between stages, for shared parameters, and how long they wait."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -143,10 +141,7 @@ def with_one_copy_changed(layout: Layout, model: Family, name: str, rank: int) -
     [
         ({"pp": 4, "micro_batches": 4}, "t5", "tokens.weight", "pp", 1),
         # Each device of a grid has a copy of the last norm, or each of a row one of a bias.
-        (
-            {"scheme": "megatron_2d", "rows": 2, "cols": 2},
-            *("gpt2", "norm.weight", "grid", 0),
-        ),
+        ({"scheme": "megatron_2d", "rows": 2, "cols": 2}, *("gpt2", "norm.weight", "grid", 0)),
         (
             {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
             *("gpt2", "layers.0.mlp.down.bias", "col", 0),

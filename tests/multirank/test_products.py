@@ -1,7 +1,5 @@
 """Products of grids: which messages are in flight, which weights are kept, and their buffers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator

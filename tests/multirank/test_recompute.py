@@ -1,7 +1,5 @@
 """Counts what recomputation multiplies again, what it keeps, and what it sends."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from typing import Any
@@ -398,11 +396,7 @@ FSDP: dict[str, Layout] = {
 
 
 def quick_fsdp(case: tuple[str, str]) -> bool:
-    return case in (
-        ("replicas", "GPT-2"),
-        ("grid", "Transformer"),
-        ("pipeline", "GPT-2"),
-    )
+    return case in (("replicas", "GPT-2"), ("grid", "Transformer"), ("pipeline", "GPT-2"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Runs that stop and resume: bit-exact under the same layout, exact under any other."""
 
-from __future__ import annotations
-
 import errno
 import random
 from dataclasses import replace
@@ -269,8 +267,6 @@ def test_another_models_checkpoint_is_refused(
     with pytest.raises(RankFailed, match="is of another model"):
         pool.run(1, train, Plan(other, tmp_path, plan.resume, MIDDLE, decide_run(other)))
 
-
-# ------------------------------------------------------------------ other data
 
 CHANGED, LATER = 2, 4  # the steps after which the data change, and at which the grid is left
 

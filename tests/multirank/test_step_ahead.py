@@ -1,7 +1,5 @@
 """Runs that are a step ahead of what they write, and steps that are dropped inside."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Counts what an optimizer step sends: micro-batches, buckets of gradients, copies of vectors."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

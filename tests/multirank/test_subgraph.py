@@ -4,8 +4,6 @@ Models of two layers and of one are run; their difference is one layer. T is the
 a replica's micro-batch, for all of its branches together.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from fractions import Fraction

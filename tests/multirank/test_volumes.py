@@ -4,8 +4,6 @@ The tests cover one layer, the embedding, the head and the loss; `test_step_volu
 steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from fractions import Fraction

@@ -5,8 +5,6 @@ in which each two of them meet. D&SP-cSub is checked on both kinds of sub-grids,
 also come in one order.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -29,14 +27,7 @@ from gridformer.record.device import NAME, fake_gpu
 from gridformer.train import step as training_step
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import ConfigError
-from tests.support.fake_gpu import (
-    Step,
-    Watch,
-    fake_tensors,
-    own_process,
-    playing,
-    step_of,
-)
+from tests.support.fake_gpu import Step, Watch, fake_tensors, own_process, playing, step_of
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import MODELS, of_one_task
 from tests.support.multirank.memory import a_run
@@ -224,9 +215,6 @@ def test_a_network_with_branches_mixes_no_devices(gpu: InProcess, name: str, com
     for step in steps:
         assert len(step.threads) == 1
         assert step.over("branch", "world") == steps[0].over("branch", "world")
-
-
-# --------------------------------------------------------------------------- the helper itself
 
 
 def mix(device: str) -> None:

@@ -1,7 +1,5 @@
 """For any run, every refusal offers changes, and those changes work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import example, given, settings

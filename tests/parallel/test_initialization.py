@@ -1,7 +1,5 @@
 """Initial values depend only on seed and name, and have the right spread, in every layout."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """The blocks of all ranks hold each element of the global tensor once; padding is zero."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -136,9 +134,6 @@ def test_a_plain_parameter_is_whole_and_owned() -> None:
     assert shard.valid(parameter).shape == (3, 5)
     whole = numbered((3, 5))
     assert torch.equal(shard.block_of(whole, whole.shape), whole)
-
-
-# --------------------------------------------------------------------------- whole models
 
 
 def shards_of(layout: LayoutConfig, vocab_size: int, max_seq_len: int) -> list[Model]:

@@ -1,7 +1,5 @@
 """The rules that a layout imposes on a model and a batch, one by one."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -18,8 +16,6 @@ from gridformer.parallel.registry import SPECS
 from gridformer.parallel.validation import check_layout, problems
 from gridformer.utils.errors import ConfigError
 from tests.support.fixes import changed, rules, run_of
-
-# --------------------------------------------------------------------------- each rule
 
 # Settings, those of the layout without its name, and how the sentence about them begins.
 WRONG = """

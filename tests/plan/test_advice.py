@@ -1,7 +1,5 @@
 """Advice names where the time goes, and only changes that make a step faster."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace

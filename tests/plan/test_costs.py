@@ -1,7 +1,5 @@
 """Times of messages, which are remembered for all groups that are alike."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

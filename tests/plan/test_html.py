@@ -1,7 +1,5 @@
 """The report of a plan shows the limit, hidden messages, doubts, and what is not listed."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predictions from traces: what kernels are recorded, and that what is left out changes nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

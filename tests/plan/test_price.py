@@ -1,7 +1,5 @@
 """What a prediction says about the numbers that it rests on."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

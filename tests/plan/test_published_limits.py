@@ -1,7 +1,5 @@
 """What published runs could hold and what they could not, against what `predict` says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

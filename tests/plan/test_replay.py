@@ -1,7 +1,5 @@
 """The replays in time, compared with small programs whose times are computed by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -141,9 +139,6 @@ def test_messages_between_stages_lengthen_the_pipeline() -> None:
 def test_messages_to_ranks_without_a_program_take_their_time() -> None:
     start = Start(1, "p2p", "g", (0, 7), HERE, "pp", parts=(Part("send", 7, 1, "float32"),))
     assert one([Send(start.number, start, 2.0, "forward"), wait(1)]).end == 2.0
-
-
-# --------------------------------------------------------------------------- CPUs
 
 
 def test_a_kernel_ends_before_the_next_thing_begins() -> None:

@@ -1,7 +1,5 @@
 """The roofline is close to traces: it chooses what is traced, and must not pass over the best."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The search finds layouts that fit, and what it writes is a run file that trains."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json
@@ -19,13 +17,7 @@ from gridformer.plan.advice import advise, remedies
 from gridformer.plan.roofline import estimate
 from gridformer.plan.search import Search, default_batch
 from gridformer.plan.settings import changed, neighbors
-from gridformer.plan.show import (
-    NO_DATA,
-    print_result,
-    ranking_as_json,
-    settings_between,
-    write_run,
-)
+from gridformer.plan.show import NO_DATA, print_result, ranking_as_json, settings_between, write_run
 from gridformer.utils import process as fork_pool
 from tests.support.plans import cluster, found_on_8, predictor, run_of, search, trace_of
 

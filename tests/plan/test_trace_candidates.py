@@ -1,7 +1,5 @@
 """The fastest layouts are traced while there is time, each once, and those that fit are listed."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os

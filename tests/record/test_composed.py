@@ -1,7 +1,5 @@
 """A step that is composed from short ones is the complete step: its events, memory and seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -277,9 +275,7 @@ def test_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(on_their_way) == 1
 
 
-def test_gradients_are_multiplied_while_activations_travel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gradients_are_multiplied_while_activations_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all messages of activations in the backward pass, only the first is waited for at once."""
     monkeypatch.setattr(
         heuristics, "_chunked", lambda choices, _: replace(choices, late_gradients=True)
@@ -310,9 +306,7 @@ def test_messages_alone_and_evaluations(training: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "cell",
-    full_unless(lambda cell: cell in QUICK, sorted(CELLS)),
-    ids=lambda cell: cell.title,
+    "cell", full_unless(lambda cell: cell in QUICK, sorted(CELLS)), ids=lambda cell: cell.title
 )
 def test_cells_are_those_of_the_complete_step(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharded states repeat only after more layers; METHODS have these."""
@@ -326,8 +320,6 @@ def test_cells_are_those_of_the_complete_step(cell: Cell, monkeypatch: pytest.Mo
     for few, whole in both(run):
         same(few, whole)
 
-
-# --------------------------------------------------------------------------- layers
 
 changed = st.lists(st.sampled_from([-3, -2, -1, 1, 2, 3, 1000, -1000]), max_size=6)
 parts = st.lists(st.tuples(changed, changed), min_size=1, max_size=3)
@@ -367,9 +359,7 @@ def test_a_single_size_grows_along_a_line() -> None:
     assert extended(shorter, longer, 6) == [5, 40, -40, -5]
 
 
-def test_a_step_whose_layers_do_not_repeat_runs_completely(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_whose_layers_do_not_repeat_runs_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: Any) -> Any:
         raise NotPeriodicError("never")
 
@@ -378,8 +368,6 @@ def test_a_step_whose_layers_do_not_repeat_runs_completely(
         same(few, whole)
         assert not few.step.composed
 
-
-# --------------------------------------------------------------------------- schedules
 
 PIPELINES = st.tuples(
     st.sampled_from(["gpipe", "1f1b", "interleaved"]),

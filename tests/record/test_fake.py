@@ -1,7 +1,5 @@
 """Fake tensors that are made from what is remembered of earlier ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

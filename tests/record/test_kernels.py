@@ -1,7 +1,5 @@
 """What operators launch, and which bytes they move, compared with counts by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

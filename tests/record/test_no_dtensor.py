@@ -1,7 +1,5 @@
 """Traces in processes that end with them load neither sympy nor DTensors."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The trace of one rank: its messages with their places, groups, waits and read-backs."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

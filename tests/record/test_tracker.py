@@ -1,7 +1,5 @@
 """The log of live bytes: what is counted, that it counts once, and until when."""
 
-from __future__ import annotations
-
 import torch
 
 from gridformer.utils.tensors import allocate_storage, free_storage

@@ -1,7 +1,5 @@
 """A product of many tokens with a weight is one product, and not one of each sequence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

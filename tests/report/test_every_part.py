@@ -5,8 +5,6 @@ the page shows is computed again from their files here, without the report's own
 measures no memory, so that metric is added as a run on GPUs writes it.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re

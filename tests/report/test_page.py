@@ -1,7 +1,5 @@
 """The page: complete, alone, and safe to open whatever a run contains."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

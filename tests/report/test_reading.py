@@ -1,7 +1,5 @@
 """What is read from a run directory, also from a damaged one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@ file, or what lies where a file should be. Values are either small or absurd: a 
 be valid, and then it takes the time that it takes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

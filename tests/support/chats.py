@@ -1,7 +1,5 @@
 """Small conversations, and a folder of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

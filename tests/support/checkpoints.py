@@ -1,7 +1,5 @@
 """Checkpoints of small models that were not trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ A separate process would take seconds to import torch. A few tests start each ki
 user does; the others call it here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import subprocess

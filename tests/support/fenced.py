@@ -1,7 +1,5 @@
 """Finds fenced blocks, inline code and commands in Markdown pages."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Runs that may be invalid, the problems found in them, and the suggested changes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 On a CPU they run in a process of their own whose Triton interprets them.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,12 +19,7 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models.blocks import DropoutRng
 from gridformer.models.blocks.attention import _Heads
-from gridformer.models.blocks.scores import (
-    DocumentBounds,
-    ScoreParts,
-    Window,
-    document_bounds,
-)
+from gridformer.models.blocks.scores import DocumentBounds, ScoreParts, Window, document_bounds
 from gridformer.models.kernels import library
 from gridformer.parallel import build_parallel
 from gridformer.utils import rng

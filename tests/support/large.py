@@ -1,7 +1,5 @@
 """The largest layout that tests plan, check and estimate: gpt-175b on 4,096 ranks."""
 
-from __future__ import annotations
-
 from gridformer.config import RunConfig, parse_run
 
 # As on the command line.

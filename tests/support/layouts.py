@@ -1,7 +1,5 @@
 """Grids of devices without processes, enough to see what each device would hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from gridformer.config import LayoutConfig

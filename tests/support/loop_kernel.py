@@ -1,7 +1,5 @@
 """A kernel with a loop, and nothing of ours: what an interpreter of kernels must be able to run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

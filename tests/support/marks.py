@@ -4,8 +4,6 @@ The cases that only `make test-all` runs repeat what others test: another grid o
 another pair, another variant of a script. They are never the only test of something.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Meshes and their traffic, for tests of where ranks lie."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Chooses few of many combinations of settings."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

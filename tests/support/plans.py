@@ -1,7 +1,5 @@
 """Plans whose traces are what estimates say, so that they take no time."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The files that the docs list for reading one step, and those that also run in it."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Small data sets in the formats of GLUE, SQuAD and RACE, with answers that can be learned."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

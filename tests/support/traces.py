@@ -1,7 +1,5 @@
 """Traces in a form in which those of a composed and of a complete step can be compared."""
 
-from __future__ import annotations
-
 from gridformer.record import Start, Trace, Wait
 from gridformer.record.events import Kernel, Read
 

@@ -1,7 +1,5 @@
 """Two runs of the same steps on one device, compared to the bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

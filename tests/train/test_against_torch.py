@@ -7,8 +7,6 @@ at another place, of another step, or without scaling is noticed. The comparison
 their model allows it, because rounding is then far below the differences of interest.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Callbacks are told what a run does; one that fails ends nothing; the heartbeat and health."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -158,8 +156,6 @@ def test_errors_of_what_a_run_needs_end_it_after_all_are_closed() -> None:
     assert told.events == [("close",)]
 
 
-# --------------------------------------------------- heartbeat.json
-
 NOW = 1_000_000.0
 
 
@@ -227,12 +223,7 @@ def beat(folder: Path, **changed: Any) -> None:
     ],
 )
 def test_health(
-    changed: dict[str, Any],
-    age: float,
-    max_age_s: float | None,
-    ok: bool,
-    why: str,
-    tmp_path: Path,
+    changed: dict[str, Any], age: float, max_age_s: float | None, ok: bool, why: str, tmp_path: Path
 ) -> None:
     beat(tmp_path, **changed)
     found = health_of(tmp_path, max_age_s, NOW + age)

@@ -1,7 +1,5 @@
 """Weights are cast once a step, and what a step computes does not depend on it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -148,9 +146,6 @@ def test_fsdp_gathers_layers_in_the_type_of_the_computation(micro_batches: int) 
     assert moved == 1 / 2 * (2 * micro_batches * inside * 2 + (outside + norms) * 4)
 
 
-# --------------------------------------------------- the same numbers
-
-
 def trained(cast: str, layout: Layout, **train: Any) -> list[Tensor]:
     """Return the weights after some steps on one device."""
     run = a_run(layout, {"max_seq_len": 8, "dropout": 0.1}, {**BF16, **train, "cast": cast})
@@ -198,9 +193,6 @@ def test_no_copy_outlives_a_step() -> None:
     copies = [copy for p in model.parameters() if (copy := copy_of(p)) is not None]
     assert copies
     assert all(copy.value is None and not copy.held for copy in copies)
-
-
-# --------------------------------------------------- memory
 
 
 def test_estimates_contain_the_copies() -> None:

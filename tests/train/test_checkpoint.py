@@ -1,7 +1,5 @@
 """Checkpoints that must not be loaded are refused by file name, and no code in them is executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -318,9 +316,6 @@ def test_weights_of_steps_that_have_run_are_compared(saved: Path) -> None:
 def test_every_setting_is_one_or_the_other(section: str, config: Any, alone: set[str]) -> None:
     named = {key.partition(".")[2] for key in (*SAME, *OTHER) if key.startswith(f"{section}.")}
     assert named | alone == {*config.model_fields}
-
-
-# --------------------------------------------------- going back to an older one
 
 
 def a_run_back(seq_len: int, restart: bool = False) -> RunConfig:

@@ -1,7 +1,5 @@
 """train.compile: the same training, compiled once, and refused where it cannot work."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -225,19 +223,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
     # Between forward and backward of a micro-batch its stage runs another one.
     "stages": ({"pp": 2}, DROPS, {"recompute": "full"}, 0),
     "megatron": ({"scheme": "megatron", "cols": 2}, {}, {}, 6),
-    "sequence": (
-        {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
-        DROPS,
-        {},
-        6,
-    ),
+    "sequence": ({"scheme": "megatron", "cols": 2, "sequence_parallel": True}, DROPS, {}, 6),
     "megatron_2d": ({"scheme": "megatron_2d", **GRID}, {}, {}, 6),
-    "rows over s": (
-        {"scheme": "megatron_2d", **GRID, "rows_over": "sequence"},
-        DROPS,
-        {},
-        9,
-    ),
+    "rows over s": ({"scheme": "megatron_2d", **GRID, "rows_over": "sequence"}, DROPS, {}, 9),
     "optimus": ({"scheme": "optimus", **GRID}, {}, {"recompute": "full"}, 8),
     "optimus, broadcast": (
         {"scheme": "optimus", **GRID, "schedule": "broadcast", "stationary": "input"},

@@ -1,7 +1,5 @@
 """What the terminal says of a run, metrics that cannot be written, and the plot of the losses."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -24,13 +22,7 @@ from rich.console import Console
 from gridformer.config import load_run
 from gridformer.train.console import bar_of_steps, beside_bar, command_after, title_of
 from gridformer.train.loggers import TensorBoard
-from gridformer.train.metrics import (
-    METRICS,
-    TENSORBOARD,
-    MetricsFile,
-    plot_loss,
-    read_metrics,
-)
+from gridformer.train.metrics import METRICS, TENSORBOARD, MetricsFile, plot_loss, read_metrics
 from gridformer.utils.files import FullDiskError
 from tests.support.chats import chat_folder
 from tests.support.multirank.runs import plan
@@ -116,9 +108,6 @@ def test_processes_of_a_run_go_on_without_standard_output(
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-
-
-# --------------------------------------------------- metrics and the picture of the losses
 
 
 def test_a_full_disk_is_named_also_where_tensorboard_meets_it(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Operations of a step by formula, compared with those that a step runs, as torch counts them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -136,9 +136,6 @@ def test_a_failing_run_does_not_wait_for_a_slow_disk(monkeypatch: pytest.MonkeyP
     assert not loader._thread.is_alive(), "it has noticed that nobody wants the batch"
 
 
-# --------------------------------------------------- to a GPU
-
-
 class Gpu:
     """A GPU that copies as late as possible: when somebody waits for the copy."""
 

@@ -274,8 +274,6 @@ def test_a_missing_package_is_named_before_a_process_starts(token_folder: Path) 
         check_run("demo", [*words, "train.device=cpu"])
 
 
-# --------------------------------------------------- the real packages
-
 STEPS = 20
 REPRODUCED = ("loss", "grad_norm", "lr", "tokens", "val_loss")  # equal whenever a step is run
 # The first rank of a run of two processes tells itself to stop after a step, or is killed.

@@ -1,7 +1,5 @@
 """Updates by unit on one device: clipping, non-finite losses, offloaded moments; learning rates."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -101,8 +99,7 @@ def test_a_diverged_step_in_backward_says_that_layers_were_updated(clip: dict[st
     with torch.no_grad():
         device.model.get_parameter("layers.1.mlp.up.weight")[0, 0] = math.nan
     with pytest.raises(
-        DivergedError,
-        match=r"step 2: .* layers were updated before this was known, so resume from",
+        DivergedError, match=r"step 2: .* layers were updated before this was known, so resume from"
     ):
         step(device, 1)
 
@@ -138,9 +135,6 @@ def test_a_run_is_told_that_micro_batches_keep_all_gradients() -> None:
 
 def raw() -> dict[str, Any]:
     return {"model": MODEL, "data": {"path": "unused"}}
-
-
-# --------------------------------------------------- offload
 
 
 def test_offloaded_moments_are_copied_there_and_back() -> None:
@@ -189,8 +183,6 @@ def test_a_run_resumes_with_or_without_offload(tmp_path: Path, first: str) -> No
         step(after, number)
     assert_same(whole, after)
 
-
-# --------------------------------------------------- learning rates
 
 STEPS, WARM, LR, LOW = 40, 6, 2.0, 0.2
 

@@ -1,7 +1,5 @@
 """float16 on one device: the loss scale, skipped steps, overflows; the settings of torch."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator
@@ -186,8 +184,6 @@ def test_what_stays_float32(dtype: str) -> None:
         torch.float32
     }
 
-
-# --------------------------------------------------- settings of torch
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 

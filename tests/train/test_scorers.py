@@ -1,7 +1,5 @@
 """Scores of fine-tuning against examples worked out by hand, and published definitions."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator
@@ -93,8 +91,6 @@ def test_best_spans_are_those_of_a_search_over_all() -> None:
             assert not spans or found[row, 1:3].tolist() == [low, high]
             assert found[row, 3] == logits[row, :, 0].double().sum()
 
-
-# --------------------------------------------------- answers to questions
 
 SEQ, STRIDE, LONGEST = 24, 7, 4
 

@@ -147,9 +147,6 @@ def test_no_model_outlives_its_stepper() -> None:
         gc.enable()
 
 
-# --------------------------------------------------- peaks of memory
-
-
 def test_only_gpus_count_what_they_give(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, asked = torch.device("cuda", 1), []
 
@@ -196,9 +193,6 @@ def test_every_step_tells_the_largest_peak(
 def test_processors_tell_no_peak(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
     pool.run(1, train, plan_of(token_folder, tmp_path, {}, steps=1, eval_batches=1))
     assert not any("peak_memory_gib" in line for line in read_metrics(tmp_path))
-
-
-# --------------------------------------------------- times
 
 
 def test_a_step_that_is_read_late_took_no_longer() -> None:

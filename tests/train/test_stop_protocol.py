@@ -1,7 +1,5 @@
 """Where a run stops that is told to: all ranks stop at one point, and in time."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -112,9 +110,7 @@ def test_all_ranks_stop_at_one_point(
             assert found[0][1] == 0, "the step was not finished"
 
 
-def test_a_rank_that_does_not_answer_keeps_nobody_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_does_not_answer_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is dead. Rank 0 goes on, and would find its connection broken."""
     monkeypatch.setattr(stop_protocol, "_WAIT_S", 0.2)
     stop: Any = Stop()
@@ -179,8 +175,6 @@ def test_exit_codes() -> None:
     assert code("SIGTERM", "saved", ()) == 143
     assert code("SIGTERM", "") == 143
 
-
-# --------------------------------------------------- whole runs
 
 STEPS = 6
 

@@ -1,7 +1,5 @@
 """A run makes its batches ahead, and leaves no thread behind; its reports; timelines."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -96,8 +94,6 @@ def test_the_tokenizer_may_lie_in_the_run_directory(
     assert kept.read_bytes() == source.read_bytes()
 
 
-# --------------------------------------------------- what it reports
-
 SEQ, STEPS = 16, 4
 
 
@@ -178,9 +174,6 @@ def test_metrics_are_of_their_own_step(
         flops = line["model_tflops"] * line["step_time_s"] * 1e12
         assert flops == pytest.approx(StepFlops.of(run).model)
         assert line["mfu"] == line["hfu"] == pytest.approx(line["model_tflops"] / 0.5)
-
-
-# --------------------------------------------------- its timeline
 
 
 def part(host: str, zero: float, events: list[Event], messages: list[dict[str, Any]]) -> Any:

@@ -1,7 +1,5 @@
 """If a package that one command needs is missing, the error names it and what to install."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -13,8 +11,7 @@ from tests.support.commands import gridformer_here
 
 
 @pytest.mark.parametrize(
-    ("package", "source", "extra"),
-    [("datasets", "hf:x", "hf"), ("polib", "gettext:de", "gettext")],
+    ("package", "source", "extra"), [("datasets", "hf:x", "hf"), ("polib", "gettext:de", "gettext")]
 )
 def test_sources(package: str, source: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)

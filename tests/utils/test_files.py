@@ -1,7 +1,5 @@
 """Files that a user names, full disks, and folders that are written completely or not at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

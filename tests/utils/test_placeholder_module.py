@@ -1,7 +1,5 @@
 """Training and traces do without torch's compiler, and code that needs it gets it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

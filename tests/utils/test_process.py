@@ -1,7 +1,5 @@
 """The end of a process with its parent, the allocator's settings, threads, copies, stop signals."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

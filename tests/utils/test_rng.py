@@ -1,7 +1,5 @@
 """Random numbers addressed by index: their distribution, independence and stability."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers formatted for people."""
 
-from __future__ import annotations
-
 import pytest
 
 from gridformer.utils.units import GIB, MIB, format_bytes, format_count, format_setting

@@ -1,7 +1,5 @@
 """config.json of Llama's kinds and ours say the same, in both directions."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

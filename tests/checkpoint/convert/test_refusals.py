@@ -1,7 +1,5 @@
 """What cannot be converted is refused by name, and nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

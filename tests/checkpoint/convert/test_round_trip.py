@@ -1,7 +1,5 @@
 """Models of Hugging Face compute the same here, and come back bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

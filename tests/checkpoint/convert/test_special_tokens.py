@@ -1,7 +1,5 @@
 """Special tokens mean the same in a folder of Hugging Face and in a run, in both directions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

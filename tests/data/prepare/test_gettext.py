@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 
 from gridformer.data.prepare import gettext as catalogs
-from gridformer.data.prepare.gettext import (
-    cleaned,
-    system_folders,
-    without_mnemonics,
-)
+from gridformer.data.prepare.gettext import cleaned, system_folders, without_mnemonics
 from gridformer.data.prepare.reading import TextSource
 from gridformer.data.prepare.sources import open_sources
 from gridformer.utils.errors import DataError, UserError
@@ -160,9 +156,6 @@ def test_damaged_and_foreign_catalogs(root: Path, content: bytes) -> None:
     assert skipped["catalogs in other languages than de"] == 1
     with pytest.raises(DataError, match=r"damaged\.mo: is not a readable catalog"):
         read(damaged)
-
-
-# --------------------------------------------------------------------------- messages
 
 
 def catalog(*entries: Any) -> Any:

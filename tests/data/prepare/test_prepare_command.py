@@ -167,8 +167,6 @@ def test_labels(tmp_path: Path) -> None:
     assert "3: 0, 1, 2" in output
 
 
-# --------------------------------------------------------------------------- what is written
-
 LETTERS = ("a b c", "b", "a a", "c b a b c", "c", "c c c c")  # different ones
 
 

@@ -1,7 +1,5 @@
 """Data sets for fine-tuning are read as they are distributed; folders of examples are written."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections import Counter

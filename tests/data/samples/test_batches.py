@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridformer.config import RunConfig
-from gridformer.data import (
-    Batches,
-    TokenFolder,
-    resolve,
-    special_ids,
-)
+from gridformer.data import Batches, TokenFolder, resolve, special_ids
 from tests.support.chats import chat_folder
 from tests.support.data import a_run, open_batches
 

@@ -1,7 +1,5 @@
 """Samples for fine-tuning: sequences of two texts, choices, windows of contexts, special ids."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any
@@ -110,9 +108,7 @@ def test_windows_cover_contexts_and_hold_answers() -> None:
     """A question of 2 and contexts of 10 and 3 tokens, in windows of 4 that begin 3 apart."""
     context = [*range(10, 20)]
     split = split_of(
-        [[1, 2, *context], [3, 4, 30, 31, 32]],
-        parts=[[2, 10], [2, 3]],
-        answer=[[4, 5], [-1, -1]],
+        [[1, 2, *context], [3, 4, 30, 31, 32]], parts=[[2, 10], [2, 3]], answer=[[4, 5], [-1, -1]]
     )
     samples = AnswerExamples(split, 9, ENCODER, 3, evaluating=True)
     assert samples.n_samples == 4
@@ -184,8 +180,6 @@ def test_labeled_documents(labeled_folder: TokenFolder, family: Any, seq_len: in
         label = folder.index.labels[sample["labels"]]
         assert label == folder.tokenizer.decode(text).split()[0]
 
-
-# --------------------------------------------------------------------------- special ids
 
 BYTES = Tokenizer.train(data.sentences(50), 300)
 

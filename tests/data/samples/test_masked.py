@@ -178,9 +178,6 @@ def test_too_short_names_a_length_that_works() -> None:
     assert MaskedSamples(split, 17, SPECIAL, sentence_pair=False).n_samples == 1
 
 
-# --------------------------------------------------------------------------- spans
-
-
 def reassembled(source: np.ndarray, target: np.ndarray) -> list[int]:
     """Return the text: each sentinel in the source is replaced by what follows it in the target."""
     spans: dict[int, list[int]] = {}

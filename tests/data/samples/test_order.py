@@ -1,7 +1,5 @@
 """The order of samples: shuffles without a table, whole epochs, exact shares, random numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -41,9 +39,6 @@ def test_random_numbers_are_of_a_place() -> None:
     # The place counts samples, so batches of another size use the same numbers in another
     # arrangement.
     assert numbers(1, 2, size=8) == numbers(2, 2)
-
-
-# --------------------------------------------------------------------------- the shuffle
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 2**40))
@@ -92,9 +87,6 @@ def test_the_order_of_the_data_never_changes() -> None:
     assert permute(np.arange(10), 10, 1234, 0).tolist() == [0, 4, 3, 8, 2, 9, 6, 1, 5, 7]
     large = permute(np.array([0, 1, 10**12 - 1]), 10**12, 1234, 5)
     assert large.tolist() == [146823573688, 840210480741, 208747988]
-
-
-# --------------------------------------------------------------------------- several sources
 
 
 @st.composite

@@ -1,7 +1,5 @@
 """Samples of running text, documents, conversations and pairs: what `test_plain` does not check."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +16,7 @@ from gridformer.data.samples.batches import ShuffledBatches
 from gridformer.data.samples.order import Order, Rows
 from gridformer.data.samples.packing import pack, pack_pairs
 from gridformer.data.samples.sample import SpecialIds
-from gridformer.data.samples.texts import (
-    ChatSamples,
-    PackedDocuments,
-    PairSamples,
-    WindowSamples,
-)
+from gridformer.data.samples.texts import ChatSamples, PackedDocuments, PairSamples, WindowSamples
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
 from tests.support.chats import chat_folder, written

@@ -3,8 +3,6 @@
 The interpreter accepts what the compiler refuses, for example numbers of another type.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 The interpreter computes bfloat16 in its own way, so that only masks are compared in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch

@@ -3,8 +3,6 @@
 They are counted on fake tensors, which need neither a GPU nor Triton.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """What `auto` decides for a run, and what `gridformer train --explain` says about it."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path
@@ -159,8 +157,6 @@ def test_command(overrides: list[str], token_folder: Path, tmp_path: Path) -> No
     assert refused.exit_code != 0
     assert "does not divide" in str(refused.exception)
 
-
-# --------------------------------------------------------------------------- sub-graph parallelism
 
 # n = 8 processes in g sub-grids, k per node; messages of one split by docs/concepts/subgraph.md.
 MESSAGES = [

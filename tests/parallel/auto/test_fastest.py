@@ -1,7 +1,5 @@
 """Choices by the seconds of a cluster: valid, within memory, never slower, other on slow links."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

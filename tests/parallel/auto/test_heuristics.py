@@ -1,7 +1,5 @@
 """What `auto` decides, and why; tests/multirank/test_volumes.py checks the predicted volumes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """How models are divided into stages, and what each rank then holds."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -113,9 +111,6 @@ def test_ranks_hold_their_stages_and_nothing_else(family: Family, pp: int, k: in
     biases = {"encoder.bias.weight", "decoder.bias.weight"} if family == "t5" else set()
     assert {"tokens.weight"} <= shared.keys() <= {"tokens.weight"} | biases
     assert shared["tokens.weight"][0] == 0
-
-
-# --------------------------------------------------------------------------- few layers
 
 
 def deep(family: Family, n_layers: int, **changes: object) -> ModelConfig:

@@ -1,7 +1,5 @@
 """A pass gathers weights early for its own stage only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Orders of micro-batches equal torch's, and their simulated time equals the formulas."""
 
-from __future__ import annotations
-
 import itertools
 from typing import get_args
 

@@ -10,8 +10,6 @@ layout with other methods. In float32, bfloat16 and float16 a case only has to r
     python -m tests.support.fuzz --case '{...}'      # a case that a failure printed
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -84,10 +84,7 @@ def case_of(seed: int) -> Case:
         return short and layout.n_processes <= most and (cut or seed % 10 == 5)
 
     run = shortened(draw_run(f"{seed}", suits=suits))
-    batch = {
-        "padded": chooser.choice((0.0, 0.5, 1.0)),
-        "ignored": chooser.choice((0.0, 0.3, 0.95)),
-    }
+    batch = {"padded": chooser.choice((0.0, 0.5, 1.0)), "ignored": chooser.choice((0.0, 0.3, 0.95))}
     steps, stop, moved = chooser.choice((2, 2, 3)), 0, {}
     if chooser.random() < 0.25:
         stop, moved = chooser.randrange(1, steps), _moved(run, f"{seed} moved", most)

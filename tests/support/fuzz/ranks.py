@@ -1,7 +1,5 @@
 """Checks that a case of the fuzzer trains exactly as one device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

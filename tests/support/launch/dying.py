@@ -1,7 +1,5 @@
 """Workers of real runs that die in a step, for tests of restarts."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

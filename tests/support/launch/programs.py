@@ -3,8 +3,6 @@
 They wait for seconds at most; the limits are far longer, because others may use the machine.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Checks objects against the parts of JSON Schema that schemas/kubernetes.json uses."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

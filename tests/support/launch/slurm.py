@@ -8,8 +8,6 @@ first has ended (--wait), and passes signals on to them; and a job is run again 
 with scontrol, or if one of its nodes has failed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -98,9 +96,6 @@ def slurm(folder: Path, n_nodes: int) -> Iterator[Slurm]:
         finally:
             with suppress(FileNotFoundError):
                 found.signal_step(signal.SIGKILL)
-
-
-# --------------------------------------------------------------------------- srun
 
 
 def srun(words: Sequence[str]) -> int:

@@ -12,8 +12,6 @@ device of the axis, and `join` hands each of them the same gradient. A test that
 per device says so with a dimension of the axis's size that the axis shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The work of one rank to compare a layout with one device, used by several test modules."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,13 +50,7 @@ Found = TypeVar("Found")
 
 def tiny(**changes: Any) -> ModelConfig:
     """Return a GPT-2 whose n and h divide by 1, 2, 3, 4, 6 and 12, and whose v divides by none."""
-    values = {
-        "n_layers": 2,
-        "hidden_size": 48,
-        "n_heads": 12,
-        "vocab_size": 89,
-        "max_seq_len": 24,
-    }
+    values = {"n_layers": 2, "hidden_size": 48, "n_heads": 12, "vocab_size": 89, "max_seq_len": 24}
     return ModelConfig(**{**values, **changes})
 
 

@@ -1,7 +1,5 @@
 """Runs of which one rank is told to stop inside a step, or computes what is not finite."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

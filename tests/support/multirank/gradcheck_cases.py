@@ -1,7 +1,5 @@
 """Cases of tests/multirank/test_gradcheck.py: products of a grid, norms, lookups, loss, sums."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

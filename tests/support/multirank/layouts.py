@@ -1,7 +1,5 @@
 """Layouts for multi-rank tests, written as in a run file, and their names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from gridformer.config import LayoutConfig

@@ -4,8 +4,6 @@
 possible pair of values occurs. `write` makes the table in docs/results/exactness.md.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Compares a run's estimated memory with what torch's allocator hands out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ gloo serves the same calls, on CPU tensors. Unless a test asks for it, no run of
 kernels, so that all messages between stages take NCCL's path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar

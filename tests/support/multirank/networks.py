@@ -1,7 +1,5 @@
 """Networks with branch sections, and the work of one rank to compare them with one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

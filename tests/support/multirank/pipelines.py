@@ -1,7 +1,5 @@
 """Small models of every family for pipelines, their batches, and their training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ A failure (an exception, a dead worker, a timeout) raises `RankFailed` in the te
 processes, since the peers may be stuck in a collective; the next call starts new ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc
@@ -54,8 +52,6 @@ class RankFailed(Exception):  # noqa: N818 - reads as a sentence in pytest.raise
         self.rank = rank
         super().__init__(text)
 
-
-# --------------------------------------------------------------------------- inside a worker
 
 _group_cache: dict[Any, Any] = {}
 
@@ -153,9 +149,6 @@ def _work(rank: int, pipe: Connection, stack_file: str) -> None:
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
-
-
-# --------------------------------------------------------------------------- inside pytest
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Replicas that shard optimizer state or parameters, as several test files train them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

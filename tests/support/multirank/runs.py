@@ -1,7 +1,5 @@
 """Small runs on layouts, also of samples that share rows; their losses and stored blocks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

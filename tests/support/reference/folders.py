@@ -1,7 +1,5 @@
 """Tiny folders of Hugging Face, and what models compute from them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

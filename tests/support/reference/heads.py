@@ -1,7 +1,5 @@
 """Classes of transformers for fine-tuning with random weights, and ours with the same weights."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Small models of Hugging Face with random weights, and ours with the same weights."""
 
-from __future__ import annotations
-
 import os
 
 # must be set before transformers is imported; nothing is downloaded

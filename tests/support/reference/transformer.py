@@ -1,7 +1,5 @@
 """Our Transformer with random weights, and torch.nn.Transformer with the same weights."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

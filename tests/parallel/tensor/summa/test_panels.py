@@ -1,7 +1,5 @@
 """The panels of a dimension, and how accurate sums over them are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from unittest.mock import patch
@@ -53,8 +51,6 @@ def test_panels_of_2x3() -> None:
     ]
 
 
-# --------------------------------------------------------------------------- sums
-
 N_PANELS = 16
 
 
@@ -98,9 +94,6 @@ def test_float32_is_added_to_in_place() -> None:
         seen.append(c.data_ptr())
         return real(c, *factors)
 
-    with (
-        patch.object(summa, "_arriving", panels_of),
-        patch.object(Tensor, "addmm_", watched),
-    ):
+    with patch.object(summa, "_arriving", panels_of), patch.object(Tensor, "addmm_", watched):
         c = summa.ab(Operand(a), Operand(b))
     assert {*seen} == {c.data_ptr()}
