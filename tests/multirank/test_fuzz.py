@@ -5,8 +5,6 @@ seeds as `--fuzz-cases` says. A failure prints the case on one line, and the com
 again.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -72,9 +70,6 @@ def test_a_fresh_case_equals_one_device(
         check_case(pool, fresh[fresh_number][1], tmp_path)
 
 
-# --------------------------------------------------- coverage
-
-
 def test_quick_cases_show_something_of_everything(quick: list[tuple[int, Case]]) -> None:
     """The cases contain each value of the most important settings, and runs that move.
 
@@ -102,7 +97,11 @@ def test_quick_cases_show_something_of_everything(quick: list[tuple[int, Case]])
     assert {leg.task for leg in legs} >= {*FINE_TUNING}
     assert {leg.layout.pp for leg in legs} >= {1, 2, 3}
     assert any(leg.layout.stages_per_rank > 1 for leg in legs)
-    assert any(leg.layout.sequence_parallel for leg in legs)
+    layouts = [leg.layout for leg in legs]
+    over = {one.scheme for one in layouts if one.rows > 1 and one.rows_over == "sequence"}
+    assert over == {"megatron_2d", "optimus"}
+    assert any(one.rows > 1 and one.stationary == "weight" for one in layouts)
+    assert any(one.sequence_parallel for one in layouts)
     assert sum(case.stop > 0 for _, case in quick) >= 5
     assert sum(case.legs[0].train.dtype == "float64" for _, case in quick) >= 25
     assert any(leg.layout.cols == leg.model.ffn_size for leg in legs)
@@ -145,8 +144,6 @@ def test_what_is_drawn_and_what_is_not_are_settings() -> None:
         section, name = key.split(".")
         assert name in drawing.SECTIONS[section].model_fields, key
 
-
-# --------------------------------------------------- sensitivity
 
 TINY = {"n_layers": 1, "hidden_size": 4, "n_heads": 2, "vocab_size": 7, "max_seq_len": 3}
 SMALL = Case(

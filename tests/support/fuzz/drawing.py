@@ -7,8 +7,6 @@ proposes, or by drawing one of the settings that the message names again. Each s
 random numbers, so that a new setting does not change what is drawn for the others.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
@@ -116,7 +114,10 @@ NUMBERS: dict[str, tuple[float, ...]] = {
 # Words that are drawn less often than the others, and settings that are neither words nor numbers.
 # Compiling takes longer than the steps of a case.
 WORDS: dict[str, tuple[Any, ...]] = {
-    "layout.scheme": ("single", *("megatron",) * 2, *("optimus",) * 3, *("subgraph",) * 3),
+    "layout.scheme": (
+        *("single", *("megatron",) * 2, *("optimus",) * 2),
+        *("megatron_2d", *("subgraph",) * 3),
+    ),
     # Of the other tasks only the data differ.
     "data.task": ("auto",) * 10 + tuple(FINE_TUNING),
     "train.dtype": ("float64",) * 15 + ("float32", "bfloat16", "float16"),
