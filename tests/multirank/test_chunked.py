@@ -3,8 +3,6 @@
 The models in tests are far too small to be chunked, so here a chunk is a few hundred bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -46,15 +44,7 @@ from tests.support.multirank.matrix import MODELS, SETTINGS
 from tests.support.multirank.memory import a_run, agrees_of, measured
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
-from tests.support.multirank.volumes import (
-    CONFIG,
-    B,
-    S,
-    Volume,
-    agrees,
-    predicted,
-    volume_of,
-)
+from tests.support.multirank.volumes import CONFIG, B, S, Volume, agrees, predicted, volume_of
 
 STEPS = 2
 
@@ -81,10 +71,7 @@ def parts_of(n_bytes: int) -> Iterator[list[Choices]]:
         decided.append(real(found))
         return decided[-1]
 
-    with (
-        patch.object(rules, "_chunked", chunked),
-        patch.object(rules, "_at_once", watched),
-    ):
+    with patch.object(rules, "_chunked", chunked), patch.object(rules, "_at_once", watched):
         yield decided
 
 
@@ -102,15 +89,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stages": {**GRID, "rows": 1, "pp": 2, "micro_batches": 4},
     "fsdp": {**GRID, "rows": 1, "dp": 2, "dp_mode": "fsdp"},
     "sequence": {**SEQUENCE, "keep_gathered": "none"},
-    "tokens": {**SEQUENCE, "cols": 3, "keep_gathered": "none", "micro_batches": 24},
+    # Micro-batches of one sequence.
+    "tokens": {**SEQUENCE, "cols": 3, "keep_gathered": "none", "micro_batches": 4},
     # These chunks only hide messages.
     "hidden, grid": GRID,
     "hidden, replicated": {"scheme": "megatron", "cols": 2},
     "hidden, sequence": {**SEQUENCE, "keep_gathered": "none"},
-    "hidden, tokens": {**SEQUENCE, "cols": 3, "keep_gathered": "none", "micro_batches": 24},
+    "hidden, tokens": {**SEQUENCE, "cols": 3, "keep_gathered": "none", "micro_batches": 4},
     "hidden, tokens over rows": {
         **{"scheme": "megatron_2d", "rows": 2, "cols": 2, "keep_gathered": "weights"},
-        **{"dp": 2, "dp_mode": "zero1", "micro_batches": 6},
+        **{"dp": 2, "dp_mode": "zero1", "micro_batches": 2},
     },
     "hidden, D&SP": BRANCHES,
     # Gradients of weights are multiplied late.
@@ -156,10 +144,7 @@ def compare_in_parts(hides: bool, late: bool, *args: Any) -> dict[str, float]:
 
         return replace(rules._each(choices, cut), late_gradients=late)
 
-    with (
-        patch.object(rules, "_chunked", in_three),
-        patch.object(summa.Gathered, "chunks", watched),
-    ):
+    with patch.object(rules, "_chunked", in_three), patch.object(summa.Gathered, "chunks", watched):
         found = compare(*args)
     assert any(len(each) == 3 for each in cuts)
     return found
@@ -181,7 +166,8 @@ def compare_in_parts(hides: bool, late: bool, *args: Any) -> dict[str, float]:
 def test_equals_one_device(pool: WorkerPool, name: str, model: str, recompute: str) -> None:
     layout = LAYOUTS[name]
     config = {"n_layers": 2, "max_seq_len": 12, "dropout": 0.1, **MODELS[model]}
-    settings = {**SETTINGS, "recompute": recompute, "global_batch": 24}
+    few = {"tokens": 4, "hidden, tokens": 4, "hidden, tokens over rows": 8}
+    settings = {**SETTINGS, "recompute": recompute, "global_batch": few.get(name, 24)}
     n = LayoutConfig(**layout).n_processes
     late = name.startswith("late")
     hides = late or name.startswith("hidden")
@@ -352,8 +338,7 @@ def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]
 
 
 @pytest.mark.parametrize(
-    "name",
-    full_unless(lambda name: name not in ("pipelined", "gather, weights kept"), LOSSES),
+    "name", full_unless(lambda name: name not in ("pipelined", "gather, weights kept"), LOSSES)
 )
 def test_a_rank_holds_few_chunks_of_its_logits(pool: WorkerPool, name: str) -> None:
     """The largest tensor is a chunk's logits; besides the table less than three of them live.

@@ -4,8 +4,6 @@ Each case compares loss, norm, every gradient and the parameters after AdamW ste
 Initial weights must not depend on the layout either. In float64 they agree to 1e-9.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -53,11 +51,7 @@ class Case(NamedTuple):
 
 
 def cases(
-    name: str,
-    layouts: list[Layout],
-    quick: list[Layout],
-    model: Mapping[str, Any],
-    **train: Any,
+    name: str, layouts: list[Layout], quick: list[Layout], model: Mapping[str, Any], **train: Any
 ) -> list[Case]:
     settings = {"dtype": "float64", **train}
     return [Case(name, one, dict(model), settings, one in quick) for one in layouts]
@@ -85,13 +79,7 @@ ACCUMULATED = [
     for layout in ({**MEGATRON, "dp": 2}, LINE, {**SQUARE, "dp": 2}, TWO_BY_THREE)
 ]
 KEPT = [
-    {
-        **grid,
-        "schedule": "gather",
-        "stationary": one,
-        "keep_gathered": keep,
-        "micro_batches": 3,
-    }
+    {**grid, "schedule": "gather", "stationary": one, "keep_gathered": keep, "micro_batches": 3}
     for grid in (SQUARE, TWO_BY_THREE)
     for one in ("auto", "output")
     for keep in KEPT_CHOICES
@@ -496,13 +484,14 @@ def over_sequence(scheme: str, rows: int, cols: int, **more: Any) -> Layout:
     return {"scheme": scheme, "rows": rows, "cols": cols, "rows_over": "sequence", **more}
 
 
-ALONE_IN_STEP = {"micro_batches": 24}  # micro-batches of one sequence
+ALONE_IN_STEP: Settings = {"micro_batches": 4}  # and with four sequences each is one
+FOUR: Settings = {"global_batch": 4}
 GROUPED: Settings = {"family": "llama", "n_kv_heads": 6, "qk_norm": True}
 SELECTIVE: Settings = {"recompute": "selective"}
 # On one row of three columns a column's part of the tokens lies in both chunks of the row.
 ROWS: dict[str, tuple[Layout, Settings, Settings, bool]] = {
-    "one sequence": (over_sequence("megatron_2d", 4, 1, **ALONE_IN_STEP), {}, {}, True),
-    "one sequence, grid": (over_sequence("optimus", 2, 2, **ALONE_IN_STEP), GROUPED, {}, False),
+    "one sequence": (over_sequence("megatron_2d", 4, 1, **ALONE_IN_STEP), {}, FOUR, True),
+    "one sequence, grid": (over_sequence("optimus", 2, 2, **ALONE_IN_STEP), GROUPED, FOUR, False),
     "both chunks": (over_sequence("megatron_2d", 2, 3), EVERYTHING, SELECTIVE, True),
     "recomputed": (over_sequence("optimus", 3, 1), GROUPED, {"recompute": "full"}, True),
     "kept attention": (
