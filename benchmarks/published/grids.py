@@ -42,7 +42,7 @@ from gridformer.launch import launch
 from gridformer.mesh.axes import Axis
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.plan.predict import predict
-from gridformer.plan.search import Search, sharding
+from gridformer.plan.search import Search
 from gridformer.plan.trace_candidates import Tracing
 from gridformer.utils.process import n_cores
 
@@ -60,13 +60,14 @@ CASES = {  # a model, sequences, and their tokens
 
 
 class _Part(Search):
-    """A search among grids with several rows, or among all other layouts."""
+    """A search among grids with several rows, or among layouts of the other schemes."""
 
     grids = False
 
     def arrangements(self) -> Iterator[RunConfig]:
         for run in super().arrangements():
-            if (sharding(run.layout) in ("2-D grid", "rows alone")) == self.grids:
+            grid = run.layout.scheme in ("optimus", "megatron_2d")
+            if grid == self.grids and (run.layout.rows > 1 or not grid):
                 yield run
 
 
@@ -194,18 +195,18 @@ def main(
 
 _HOW = f"""\
 Network namespaces are {MACHINE.nodes} nodes of {MACHINE.each} processes, with a link of
-{MACHINE.mbit:g} Mbit/s a node. Each process has an equal part of the cores, by a control group. One
+{MACHINE.mbit:g} Mbit/s a node. Control groups give each process an equal part of the cores. One
 that waits lends its part to no other, like a device: if it did, a pipeline with one micro-batch
 would lose no time of the processor, and the last column is what is predicted then for the same
 layouts. Processes, models, messages (gloo over TCP) and optimizer steps are real.
 
 The models have {_SIZES["n_layers"]} layers of h={_SIZES["hidden_size"]}. So 4,096 tokens are 32
 times as many as the model is wide, as 131,072 are for llama-3.1-8b. A case is called by its
-sequences and their tokens. The planner knows a cluster file, for which the same processes were
-calibrated, and no measured step. It searched twice: among grids with several rows (`megatron_2d`
+sequences and their tokens. The planner knows a cluster file, for which the same processes measured
+the machine, and no measured step. It searched twice: among grids with several rows (`megatron_2d`
 and `optimus`, rows over the batch or the sequence, with any pipeline and replicas of any mode), and
-among all other layouts (Megatron with and without sequence parallelism, data parallelism, ZeRO-1,
-FSDP, sub-graphs, pipelines, and grids of one row). The fastest layout of each, as predicted, is
+among all layouts of other schemes (Megatron with and without sequence parallelism, data
+parallelism, ZeRO-1, FSDP, sub-graphs, pipelines). The fastest layout of each, as predicted, is
 measured. Seconds are from one barrier to the next, around one step. Steps of the two layouts take
 turns: {PAIRS} pairs after {WARM_UPS}. A ratio is the median of the ratios of pairs."""
 

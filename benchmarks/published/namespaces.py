@@ -32,6 +32,7 @@ _PREFIX = "gridformer"
 _FOLDER = Path("/run/netns")
 _GROUPS = Path("/sys/fs/cgroup")
 _PERIOD_US = 10_000  # in which a process may use its part of the cores
+_SHARED = 0.8  # of the cores; the rest is for links and for the system
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
@@ -95,7 +96,7 @@ def network(
 
 @contextmanager
 def parts_of_cores(n_processes: int) -> Iterator[list[Path]]:
-    """Creates a control group for each process, with an equal part of the cores, and removes them.
+    """Creates a control group for each process, with an equal part of cores, and removes them.
 
     A process that waits then lends nothing to others, like a device: its group has a quota.
 
@@ -106,7 +107,7 @@ def parts_of_cores(n_processes: int) -> Iterator[list[Path]]:
         UserError: This machine has no control groups that may be written.
     """
     old = _GROUPS / "cpu"  # of version 1
-    quota = int(_PERIOD_US * n_cores() / n_processes)
+    quota = int(_SHARED * _PERIOD_US * n_cores() / n_processes)
     limits = {"cpu.max": f"{quota} {_PERIOD_US}"}
     if old.is_dir():
         limits = {"cpu.cfs_period_us": f"{_PERIOD_US}", "cpu.cfs_quota_us": f"{quota}"}
