@@ -6,7 +6,7 @@
     python -m benchmarks.planner held-out
     python -m benchmarks.planner map --cells cells.jsonl --plot docs/results/planner-map.png
     python -m benchmarks.planner speed          # docs/results/planner-speed.md
-    python -m benchmarks.planner any-layout     # predict for layouts drawn at random
+    python -m benchmarks.planner any-layout     # times of predict for layouts drawn at random
 
 The numbers of the shipped cluster files are used; python -m benchmarks.planner.fit fits them.
 """
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.planner.any_layout import COMMANDS
 from benchmarks.planner.any_layout import main as measure_any
 from benchmarks.planner.apart import apart_lines
 from benchmarks.planner.fit import fit_rows
@@ -48,11 +49,12 @@ def main(arguments: Sequence[str]) -> None:
         measure_speed(parser.parse_args(arguments[1:]).words)
         return
     if arguments and arguments[0] == "any-layout":
-        parser = ArgumentParser("benchmarks.planner any-layout", description="Times of predict.")
+        parser = ArgumentParser("benchmarks.planner any-layout", description="Times of a command.")
+        parser.add_argument("--command", choices=COMMANDS, default="predict")
         parser.add_argument("--number", type=int, default=60, help="how many layouts")
         parser.add_argument("--seed", type=int, default=1, help="draws other ones")
         asked = parser.parse_args(arguments[1:])
-        measure_any(asked.number, asked.seed)
+        measure_any(asked.command, asked.number, asked.seed)
         return
     parser = ArgumentParser(
         "benchmarks.planner", description=__doc__, formatter_class=RawDescriptionHelpFormatter

@@ -1,4 +1,4 @@
-"""Times of `gridformer predict` for layouts drawn at random, the slowest of which are listed."""
+"""Times of the planner's commands for layouts drawn at random, the slowest of which are listed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gridformer.launch.plan import read_run_without_data
 from gridformer.utils.errors import UserError
 from gridformer.utils.process import n_cores
 
-BAR_S = 5.0
+COMMANDS = ("predict", "check", "memory", "plan")
 MOST_DEVICES = 4096
 _LISTED = 8
 # Runs of a layout that has taken longer than the bar: other machines on the same host may have
@@ -36,6 +36,17 @@ _SCHEMES: tuple[dict[str, int | str], ...] = (
         for rows, cols in ((2, 2), (2, 4), (4, 2), (4, 4))
         for over in ("batch", "sequence")
     ),
+    *(
+        {
+            "scheme": "optimus",
+            "rows": n,
+            "cols": n,
+            "stationary": "weight",
+            "sequence_parallel": one,
+        }
+        for n in (2, 4)
+        for one in ("false", "true")
+    ),
     *({"scheme": "subgraph", "branches": branches} for branches in (2, 4)),
 )
 
@@ -47,9 +58,10 @@ def layouts(seed: int) -> Iterator[tuple[int, str]]:
         scheme = draw.choice(_SCHEMES)
         pp, dp = draw.choice((1, 2, 4, 8, 16, 24, 32, 48, 64)), 2 ** draw.randrange(6)
         micro = draw.choice((1, pp, 3 * pp // 2, 2 * pp, 4 * pp, 8 * pp)) or 1
-        # Samples are divided by it, too.
+        # Samples are divided by it, too, and by columns where weights are stationary.
         width = int(scheme.get("branches", scheme.get("rows", 1)))
         width = 1 if scheme.get("rows_over") == "sequence" else width
+        width *= int(scheme["cols"]) if scheme.get("sequence_parallel") == "false" else 1
         settings = {
             **{f"layout.{key}": value for key, value in scheme.items()},
             "layout.pp": pp,
@@ -78,31 +90,43 @@ def seconds_to_load_torch() -> float:
     return time.perf_counter() - begin
 
 
-def main(number: int, seed: int) -> None:
-    """Prints how long `predict` takes for layouts drawn at random.
+def case_of(command: str, devices: int, words: str) -> Case:
+    """Returns the command for a layout; `plan` has its model, devices and batch alone."""
+    if command == "plan":
+        given = " ".join(word for word in words.split() if "=" not in word or "batch=" in word)
+        bar_s = 15 if devices <= 64 else 60
+        return Case(devices, f"plan {given} --devices {devices} --cluster dgx-h100", bar_s)
+    cluster = " --cluster dgx-h100" if command == "predict" else ""
+    return Case(devices, f"{command} {words} --seconds 600{cluster}", 5)
+
+
+def main(command: str, number: int, seed: int) -> None:
+    """Prints how long a command takes for layouts drawn at random.
 
     Args:
-        number: How many.
+        command: One of COMMANDS.
+        number: How many layouts.
         seed: Draws other ones.
     """
     load, loading = os.getloadavg()[0], seconds_to_load_torch()
-    drawn = [one for one, _ in zip(layouts(seed), range(number))]
-    cases = [Case(n, f"predict {words} --seconds 600 --cluster dgx-h100") for n, words in drawn]
+    cases = [case_of(command, *one) for one, _ in zip(layouts(seed), range(number))]
     times = [measure(case) for case in cases]
-    within = [sum(took <= BAR_S for took, _ in times)]
+
+    def late() -> list[int]:
+        return [i for i, case in enumerate(cases) if times[i][0] > (case.bar_s or 0)]
+
+    at_once = number - len(late())
     for _ in range(_AGAIN):
-        for i, case in enumerate(cases):
-            if times[i][0] > BAR_S:
-                times[i] = min(times[i], measure(case))
-        within.append(sum(took <= BAR_S for took, _ in times))
-    found = sorted(((*took, *one) for took, one in zip(times, drawn)), reverse=True)
+        for i in late():
+            times[i] = min(times[i], measure(cases[i]))
+    found = sorted(((*took, *case) for took, case in zip(times, cases)), reverse=True)
     print(
         f"{n_cores()} cores; before it began, the load of the machine was {load:.1f} and torch "
-        f"took {loading:.1f} s to load. {number} layouts (seed {seed}): {within[0]} took at most "
-        f"{BAR_S:g} s at once, {within[-1]} in the fastest of {1 + _AGAIN} runs, which is listed; "
+        f"took {loading:.1f} s to load. {number} layouts (seed {seed}): {at_once} within their bar "
+        f"at once, {number - len(late())} in the fastest of {1 + _AGAIN} runs, which is listed; "
         f"the median is {statistics.median(took for took, _ in times):.1f} s. The slowest:\n"
     )
-    print("| devices | gridformer predict ... --cluster dgx-h100 | seconds | of a processor |")
-    print("|---|---|---|---|")
-    for took, used, n, words in found[:_LISTED]:
-        print(f"| {n} | `{words}` | {took:.1f} | {used:.1f} |")
+    print("| devices | gridformer ... | bar | seconds | of a processor |")
+    print("|---|---|---|---|---|")
+    for took, used, n, words, bar_s in found[:_LISTED]:
+        print(f"| {n} | `{words}` | {bar_s} | {took:.1f} | {used:.1f} |")

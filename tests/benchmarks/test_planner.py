@@ -83,3 +83,5 @@ def test_layouts_drawn_at_random_are_valid_and_the_same_for_a_seed() -> None:
         model, *overrides = words.split()
         run = read_run_without_data(model, overrides)
         assert run.layout.n_processes == n <= any_layout.MOST_DEVICES
+        plan = f"plan {model} train.global_batch={run.train.global_batch} --devices {n}"
+        assert any_layout.case_of("plan", n, words).words.startswith(plan)
