@@ -1,18 +1,16 @@
 """Writes numbers that a rewrite of the record must not move, and compares them with earlier ones.
 
-    python -m benchmarks.golden predict --out predict.json            # 74 predictions with peaks
+    python -m benchmarks.golden predict --against benchmarks/golden/data/predict.json
+    python -m benchmarks.golden cells --against cells.json            # what differs now
     python -m benchmarks.golden cells --out cells.json                # messages, problems, memory
     python -m benchmarks.golden losses --out losses.json              # real processes over gloo
-    python -m benchmarks.golden cells --against cells.json            # what differs now
 
-`predict` has the layouts of docs/results/planner-speed.md and 60 that are drawn at random; those
-of docs/results/planner.md are compared by making that page anew. `cells` has the quick cells of
-the exactness matrix: for each rank the messages and waits in order (without lines of code), what
-a trace refuses, and the peak of the complete step on CPUs and GPUs. `losses` trains these cells
-for two steps.
-
-The files in benchmarks/golden/data are those of the step at which traces began to be composed. All
-of it goes once the record is rewritten.
+`predict` has the layouts that benchmarks/golden/data/predict.json names: those of
+docs/results/planner-speed.md, 60 that were drawn at random, and some of each later option (add a
+name with `null`); docs/results/planner.md is compared by making that page anew. `cells` has the
+quick cells of the exactness matrix: for each rank the messages and waits in order (without lines of
+code), what a trace refuses, and the peak of the complete step on CPUs and GPUs. `losses` trains
+these cells for two steps.
 """
 
 from __future__ import annotations

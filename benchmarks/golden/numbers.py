@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from tests.support.multirank import matrix
 from tests.support.multirank.exactness import tiny
 
-from benchmarks.planner.any_layout import layouts
-from benchmarks.planner.speed import CASES
 from gridformer.config import RunConfig
 from gridformer.launch.plan import read_run_without_data
 
-SEEDS, EACH = (1, 2), 30
+PREDICTED = Path(__file__).parent / "data" / "predict.json"
 
 
 def predictions() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields the predictions, by what follows `gridformer predict`."""
+    """Yields the predictions of the saved file, by what follows `gridformer predict`."""
     from gridformer.cluster.file import load_cluster
     from gridformer.plan.predict import predict
 
@@ -33,13 +33,7 @@ def predictions() -> Iterator[tuple[str, Callable[[], Any]]]:
         parts = {"exposed_s": found.exposed_communication_s, "launches": found.launches}
         return {name: getattr(found, name) for name in names} | parts
 
-    said = [
-        case.words.removeprefix("predict ").removesuffix(" --cluster dgx-h100")
-        for case in CASES
-        if case.words.startswith("predict ")
-    ]
-    said += [words for seed in SEEDS for _, (_, words) in zip(range(EACH), layouts(seed))]
-    for words in dict.fromkeys(word.replace(" data.seq_len=131072", "") for word in said):
+    for words in json.loads(PREDICTED.read_text()):
         yield words, lambda words=words: one(words)  # type: ignore[misc]
 
 
