@@ -334,6 +334,13 @@ def test_a_vocabulary_must_be_known_without_data() -> None:
         invoke("demo", "data.path=no-such-folder")
 
 
+def test_sums_in_each_micro_batch_and_parts_over_all_replicas_are_proposed() -> None:
+    shared = {"dp": 4, "dp_mode": "fsdp", "shard_over": 2, "micro_batches": 2}
+    offers = [*fits.cheapest_first(a_run(shared, {}, {}))]
+    assert {"layout.gradient_sync": "micro_batch"} in offers
+    assert {"layout.shard_over": 0} in offers
+
+
 def test_invalid_changes_are_not_tried() -> None:
     run = a_run({}, {}, {})
     for wrong in ({"train.recompute": "twice"}, {"layout.micro_batches": 7}):

@@ -22,7 +22,7 @@ FSDP = {"dp": 8, "dp_mode": "fsdp"}
 MEGATRON = {"scheme": "megatron", "cols": 4}
 SEQUENCE = {**MEGATRON, "sequence_parallel": True}
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
-SEQUENCE = {"scheme": "megatron_2d", "rows": 4, "cols": 1, "rows_over": "sequence"}
+OVER_SEQUENCE = {"scheme": "megatron_2d", "rows": 4, "cols": 1, "rows_over": "sequence"}
 PIPELINE = {"pp": 4, "micro_batches": 8}
 SMALL, SLOW = "megatron-1.2b", "frontera-rtx5000"
 # Large enough that devices, and not the host, determine the time; few layers, so that it is quick.
@@ -42,8 +42,8 @@ CASES: dict[str, tuple[str, str | dict[str, Any], dict[str, Any]]] = {
     ),
     "Llama, sequence": ("dgx-h100", LLAMA, SEQUENCE),
     "Llama, pipeline": ("dgx-h100", LLAMA, PIPELINE),
-    "Llama, rows over the sequence": ("dgx-h100", LLAMA, {**SEQUENCE, "cols": 2}),
-    "T5, rows over the sequence": ("dgx-h100", "t5-large", {**SEQUENCE, "scheme": "optimus"}),
+    "Llama, rows over the sequence": ("dgx-h100", LLAMA, {**OVER_SEQUENCE, "cols": 2}),
+    "T5, rows over the sequence": ("dgx-h100", "t5-large", {**OVER_SEQUENCE, "scheme": "optimus"}),
     "T5, sub-graph": ("dgx-h100", "t5-large", {"scheme": "subgraph", "branches": 4}),
     "cSub": ("dgx-h100", "bert-large", {"scheme": "subgraph", "branches": 2, "common": "first"}),
     "slow links": (SLOW, SMALL, {**PIPELINE, "dp": 8, "pp": 8}),
@@ -86,7 +86,8 @@ def test_what_is_recomputed_counts(how: dict[str, Any]) -> None:
     """By as much as in traces, with long sequences."""
     model = {**LLAMA, "max_seq_len": 16384}
     runs = [
-        run_of(model, SEQUENCE, global_batch=1, **{"recompute": "full", **one}) for one in ({}, how)
+        run_of(model, OVER_SEQUENCE, global_batch=1, **{"recompute": "full", **one})
+        for one in ({}, how)
     ]
     full, less = (predict(run, cluster(), memory=False).step_s for run in runs)
     ours, saved = (estimate(run, cluster()).step_s for run in runs)

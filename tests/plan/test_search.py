@@ -5,6 +5,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -246,3 +247,30 @@ def test_settings_of_pipelines_and_sub_graphs_are_tried() -> None:
     sub_graph = run_of("gpt2-774m", "layout.scheme=subgraph", "layout.branches=2", batch=8)
     tried = [change for change, _ in neighbors(sub_graph)]
     assert {"layout.order": "contiguous"} in tried
+
+
+def test_settings_of_replicas_and_of_recomputation_are_tried() -> None:
+    replicas = ("layout.dp=16", "layout.dp_mode=fsdp", "layout.devices_per_node=8")
+    once = ("layout.micro_batches=2", "train.recompute=full", "train.recompute_layers=5")
+    run = run_of("gpt2-774m", *replicas, *once)
+    tried = [change for change, _ in neighbors(run)]
+    there: dict[str, Any] = {"layout.shard_over": 8, "layout.gradient_sync": "micro_batch"}
+    for key, value in {**there, "train.recompute_layers": 7}.items():
+        assert {key: value} in tried
+    other = changed(run, there)
+    assert other is not None
+    tried = [change for change, _ in neighbors(other)]
+    for key, value in {"layout.shard_over": 0, "layout.gradient_sync": "step"}.items():
+        assert {key: value} in tried
+
+
+def test_no_more_layers_are_recomputed_than_memory_demands() -> None:
+    run = run_of("gpt2-774m", "layout.dp=8", "train.recompute=full", batch=512)
+    asked = Search(run, cluster(), 8)
+    found = asked.fewest_recomputed(asked.estimated(run))
+    k = found.run.train.recompute_layers
+    assert asked.fits(found, 1.0)
+    assert 1 < k < run.model.n_layers
+    fewer = changed(run, {"train.recompute_layers": k - 1})
+    assert fewer is not None
+    assert not asked.fits(asked.estimated(fewer), 1.0)
