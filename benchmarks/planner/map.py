@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -19,11 +20,14 @@ from pathlib import Path
 
 from gridformer.cluster.file import load_cluster
 from gridformer.config import parse_run
+from gridformer.plan.predict import predict
 from gridformer.plan.search import PlannedLayout, Search, fastest_dtype, sharding
 from gridformer.plan.trace_candidates import Tracing
 
 CLOSE = 0.01  # what differs by less counts as equally fast
-LIMIT_S = 240.0  # seconds of a processor for a cell, after which no trace begins
+LIMIT_S = 60.0  # seconds of a processor for a cell, after which no trace begins
+OF_EACH = 2  # layouts of a kind that the search traces, and the fastest of which counts
+TRIES = 3  # layouts of a kind that the search has not traced
 FEW, MANY = 2048, 16384  # tokens of a step for each device
 
 # Kinds of layouts, with their color in the figure. Every kind may have a pipeline and replicas of
@@ -95,12 +99,23 @@ def cell_of(place: Place) -> Cell:
         f"data.seq_len={place.seq_len}",
     ]
     run = parse_run({"model": place.model, "data": {"path": "."}}, settings)
-    tracing = Tracing(Search(run, cluster, place.devices, named=place.cluster), top=1)
+    tracing = Tracing(Search(run, cluster, place.devices, named=place.cluster), 1, of_each=OF_EACH)
     tracing.run(LIMIT_S)
     best: dict[str, PlannedLayout] = {}
     for one in tracing.result.layouts:
         best.setdefault(sharding(one.run.layout), one)
-    return {kind: Found(one.name, one.step_s, one.peak_gib) for kind, one in best.items()}
+    # The search traces few pipelines, of whatever kind. For the other kinds that have only
+    # pipelines here, what is fastest by estimate is traced.
+    tried = Counter[str]()
+    for one in sorted(tracing.queue.waiting, key=lambda one: one.step_s):
+        kind = sharding(one.run.layout)
+        if kind not in best and tried[kind] < TRIES:
+            tried[kind] += 1
+            prediction = predict(one.run, cluster)
+            if prediction.fits:
+                best[kind] = PlannedLayout(one.run, one.estimate, prediction)
+    found = sorted(best.items(), key=lambda item: item[1].step_s)
+    return {kind: Found(one.name, one.step_s, one.peak_gib) for kind, one in found}
 
 
 def cells_of(wanted: Sequence[Place], path: Path) -> dict[Place, Cell]:

@@ -158,7 +158,7 @@ def test_what_is_advised_for_the_best_is_traced(first_s: float) -> None:
     tracing = Tracing(Search(run_of(), cluster(), 8), 4, predicted)
     tracing.traced = [slow]
     tracing.result = replace(found_on_8(), layouts=[slow], refused=[], untraced=[], seconds=0.0)
-    tracing._queue.waiting.clear()
+    tracing.queue.waiting.clear()
     by_estimate = advise(tracing.search, slow).best
     assert by_estimate is not None
     tracing.run(float("inf"))

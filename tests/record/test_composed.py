@@ -109,6 +109,19 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"device": "cuda"},
         {},
     ),
+    # A sum of the last pass of a stage must not end in whatever pass comes next.
+    "sums in each pass, three stages a rank*": (
+        {"pp": 4, "dp": 2, "dp_mode": "fsdp", "gradient_sync": "micro_batch"}
+        | {"stages_per_rank": 3, "micro_batches": 16},
+        {"device": "cuda"},
+        {"n_layers": 12},
+    ),
+    # Their sums of gradients fill several buckets.
+    "copies of heads of keys*": (
+        {"scheme": "subgraph", "branches": 4, "common": "first"},
+        {"device": "cuda"},
+        {"family": "llama", "n_heads": 4, "n_kv_heads": 2, "hidden_size": 2048},
+    ),
     "layers of two kinds*": (
         {**MEGATRON, "dp": 2, "dp_mode": "fsdp"},
         {"recompute": "full", "recompute_layers": 5, "device": "cuda"},

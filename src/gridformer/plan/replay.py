@@ -161,10 +161,10 @@ class Spent:
 
 
 class StuckError(Exception):
-    """The programs wait for each other, which `gridformer check` explains."""
+    """The programs of these ranks wait for each other, which `gridformer check` explains."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(f"ranks {[*ranks]} wait for messages that never end")
+    def __str__(self) -> str:
+        return f"ranks {self.args[0]} wait for messages that never end"
 
 
 def replay(

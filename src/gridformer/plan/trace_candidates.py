@@ -34,8 +34,10 @@ class Queue:
     vain even for long sequences, for which estimates are least accurate.
     """
 
-    def __init__(self, search: Search, waiting: Sequence[PlannedLayout]) -> None:
-        self.search, self.waiting = search, [*waiting]
+    def __init__(
+        self, search: Search, waiting: Sequence[PlannedLayout], of_each: int = OF_EACH
+    ) -> None:
+        self.search, self.waiting, self.of_each = search, [*waiting], of_each
         self.passed_over: list[PlannedLayout] = []
         self._factors: dict[MemoryKind, float] = {}
         self._smaller: list[RunConfig] = []  # which stood in for others
@@ -43,10 +45,11 @@ class Queue:
     def next(self, traced: Counter[str]) -> PlannedLayout | None:
         """Removes the layout that is to be traced next and returns it; None if none may fit.
 
-        Kinds take turns until OF_EACH of them are traced. The fastest by estimate comes first.
+        Kinds take turns until `of_each` are traced. The fastest by estimate comes first.
         """
+        each = self.of_each
         while self.waiting:
-            one = min(self.waiting, key=lambda one: (min(traced[one.kind], OF_EACH), one.step_s))
+            one = min(self.waiting, key=lambda one: (min(traced[one.kind], each), one.step_s))
             self.waiting.remove(one)
             factor = self._factors.get(one.memory_kind, 1.0 if self._factors else 0.0)
             if factor * one.estimate.peak_gib <= one.estimate.limit_gib:
@@ -81,6 +84,7 @@ class Tracing:
         top: How many layouts to list.
         predictor: Traces a run; tests replace it.
         tell: Is told what happens.
+        of_each: How many of each kind are traced, if as many fit.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Tracing:
         top: int,
         predictor: Predict = predict,
         tell: Callable[[str], None] = lambda text: None,
+        of_each: int = OF_EACH,
     ) -> None:
         self.began = processor_s()  # at which time of the processor
         self.search, self.top, self.predictor, self.tell = search, top, predictor, tell
@@ -96,7 +101,7 @@ class Tracing:
         tell("estimating layouts")
         ranked, self.result = search.ranked(copies=True)
         self.result.top = top
-        self._queue = Queue(search, ranked)
+        self.queue = Queue(search, ranked, of_each)
         self._at_once = 1
         if predictor is predict and can_copy():
             self._at_once = 6 * n_cores()  # so that few cores wait for the last ones
@@ -127,7 +132,7 @@ class Tracing:
 
         It goes on until a layout has been found that fits.
         """
-        result, queue = self.result, self._queue
+        result, queue = self.result, self.queue
         while len(self.traced) < SPARE * max(MOST, self.top):
             left_s, n = ends - processor_s(), self._at_once
             if left_s <= 0:
@@ -154,18 +159,18 @@ class Tracing:
     def _next(self, n: int) -> list[PlannedLayout]:
         """Takes what is to be traced next out of the queue, at most n layouts.
 
-        These are OF_EACH of each kind, what is listed, and what may be faster than the fastest.
+        These are some of each kind, what is listed, and what may be faster than the fastest.
         """
         result, chosen = self.result, list[PlannedLayout]()
         kinds = Counter(one.kind for one in result.layouts)
         names = {one.name for one in result.layouts}
         refused = [one.run for one in result.refused]
         fastest_s = min((one.step_s for one in result.layouts), default=0.0)
-        while len(chosen) < n and (one := self._queue.next(kinds)):
-            wanted = kinds[one.kind] < OF_EACH or kinds.total() < self.top
+        while len(chosen) < n and (one := self.queue.next(kinds)):
+            wanted = kinds[one.kind] < self.queue.of_each or kinds.total() < self.top
             wanted |= one.step_s < fastest_s
             if kinds.total() >= max(MOST, self.top) or not wanted:
-                self._queue.waiting.append(one)
+                self.queue.waiting.append(one)
                 break
             if one.name not in names and one.run not in refused:
                 chosen.append(one)
@@ -191,7 +196,7 @@ class Tracing:
             return
         if not prediction.fits:
             self.result.refused.append(traced)
-            self._queue.refuse(one, traced.peak_gib / one.estimate.peak_gib)
+            self.queue.refuse(one, traced.peak_gib / one.estimate.peak_gib)
             return
         of_name = {other.name: other for other in self.result.layouts}
         if traced.step_s < of_name.setdefault(traced.name, traced).step_s:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gridformer.models.blocks import Layer
 
 BUCKET_BYTES = 25 << 20  # the size of a message; one larger tensor travels alone
+ALONE_BYTES = 1 << 20  # a tensor of this size that needs no bucket travels alone, not copied
 
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -26,11 +27,20 @@ def by_layer(model: nn.Module) -> list[list[nn.Parameter]]:
     return [[*unit] for _, unit in grouped]
 
 
-def in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], Tensor]) -> None:
-    """Applies a collective to each flat bucket [n], which it may overwrite, and copies it back."""
-    for bucket in buckets(tensors):
+def in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
+    """Applies a collective in place to each flat tensor [n]; small ones share a bucket.
+
+    So a layer more sends its matrices once more, and what layers share a message for is small.
+    """
+    small = []
+    for tensor in tensors:
+        if tensor.nbytes >= ALONE_BYTES and tensor.is_contiguous():
+            collective(tensor.view(-1))
+        else:
+            small.append(tensor)
+    for bucket in buckets(small):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        flat = collective(flat)
+        collective(flat)
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
             tensor.copy_(part.view_as(tensor))
 

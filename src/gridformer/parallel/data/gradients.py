@@ -244,8 +244,8 @@ class GradientSums:
         if self.every_pass:
             while self._queue:  # the pass did not reach all their parameters
                 self._send()
-            for bucket in () if last else self._held:
-                bucket.scattered()
+            while self._held:  # so that no pass of another stage waits for them
+                self._held.popleft().scattered()
 
     def finish_of(self, parameters: Collection[nn.Parameter]) -> None:
         """Waits for the sums of a unit's gradients; those nearer to the model's end are sent first.
