@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from benchmarks.planner import any_layout, pricing
+from benchmarks.planner import any_layout
 from benchmarks.planner.__main__ import calibrated
 from benchmarks.planner.fitting import fit
 from benchmarks.planner.rows import FITS, FRONTERA, H100, SELENE, calibration_rows
@@ -17,23 +17,6 @@ from gridformer.launch.plan import read_run_without_data
 from tests.support.fake_gpu import own_process
 
 OUTLIERS = {"optimus / 16", "optimus / 36"}  # 20% off for every model that was tried
-
-
-def two_rows_of_frontera() -> dict[str, float]:
-    """Return the errors of the largest published runs of both schemes on Frontera."""
-    rows = [row for row in calibration_rows(FRONTERA) if row.run.layout.n_processes == 64]
-    found = {}
-    for row in rows:
-        predicted = pricing.predicted(pricing.record(row), pricing.cluster_of(row))
-        found[row.name] = pricing.error(row, predicted)
-    return found
-
-
-def test_two_published_steps_are_predicted() -> None:
-    with own_process() as call:  # a trace registers a type of device
-        errors = call(two_rows_of_frontera)
-    assert errors.keys() == {"megatron / 64", "optimus / 64"}
-    assert all(abs(error) < 0.25 for error in errors.values()), errors
 
 
 def test_a_fit_finds_numbers_that_data_determine_and_says_which_they_do_not() -> None:

@@ -149,7 +149,7 @@ def test_documents_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    full_unless({"gpt2", "llama"}.__contains__, ["gpt2", "bert", "llama", "transformer", "t5"]),
+    full_unless("gpt2".__eq__, ["gpt2", "bert", "llama", "transformer", "t5"]),
 )
 def test_dropout_is_in_the_graph_and_keeps_its_masks(family: str) -> None:
     """Compiled steps are bit-equal, but for norms of Llama and T5, which are rounded otherwise."""
@@ -248,7 +248,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
         3,
     ),
 }
-QUICK = {"stages", "sequence", "D&SP-cSub", "D&SP-cSub, recomputed"}
+QUICK = {"stages", "sequence", "D&SP-cSub, recomputed"}
 
 
 @pytest.mark.parametrize("name", full_unless(QUICK.__contains__, LAYOUTS))

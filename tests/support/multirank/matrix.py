@@ -164,14 +164,12 @@ QUICK_PAIRS = {Cell("Transformer", "D&SP", 1, "none", True)}
 STATIONARY = "Optimus, stationary weights"
 QUICK_STATIONARY = {
     Cell("GPT-2", STATIONARY, 2, "none", True),
-    Cell("GPT-2", STATIONARY, 1, "zero1", False),
     Cell("BERT", STATIONARY, 1, "none", False),
     Cell("T5", STATIONARY, 1, "none", False),
     Cell("Transformer", STATIONARY, 1, "none", True),
     Cell("Llama", STATIONARY, 1, "fsdp", False),
     Cell("Llama", STATIONARY, 1, "none", True),
     Cell("BERT, fine-tuned", STATIONARY, 1, "none", True),
-    Cell("Llama, fine-tuned", STATIONARY, 1, "none", False),
 }
 # The schemes whose rows divide each sequence, and the quick cells of them: of each family, and of
 # all that a row does otherwise.
@@ -185,7 +183,6 @@ QUICK_OVER_SEQUENCE = {
     Cell("T5", "Megatron 2-D, rows over s", 2, "none", False),
     Cell("Transformer", "Optimus, rows over s", 1, "none", True),
     Cell("BERT, fine-tuned", "Megatron 2-D, rows over s", 1, "none", True),
-    Cell("Llama, fine-tuned", "Optimus, rows over s", 1, "none", False),
 }
 # The cells in which every pair of values occurs.
 PAIRED = [
