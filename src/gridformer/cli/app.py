@@ -22,6 +22,7 @@ from gridformer.cli.machine import calibrate, doctor
 from gridformer.cli.plan import layouts, plan
 from gridformer.cli.predict import check, memory, predict
 from gridformer.cli.prepare import prepare
+from gridformer.cli.prove import prove
 from gridformer.cli.report import health, report, verify
 from gridformer.cli.train import train
 from gridformer.cli.trained import evaluate, generate
@@ -73,7 +74,7 @@ app = typer.Typer(
 )
 for command in (
     *(demo, prepare, train, generate, import_, export, average, evaluate, report),
-    *(layouts, memory, check, predict, plan, launch, calibrate, doctor, health, verify),
+    *(layouts, memory, check, prove, predict, plan, launch, calibrate, doctor, health, verify),
 ):
     add(command)
 

@@ -39,7 +39,7 @@ def allreduce_identity(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
 
     The sum is a new tensor, replicated over the axis.
     """
-    return _apply(
+    return pair(
         x,
         axis,
         lambda x: comm.all_reduce(x.clone(), axis, label=label),
@@ -52,7 +52,7 @@ def allreduce_allreduce(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
 
     Each rank's gradient is a part of that of the sum, as if one rank alone computed with it.
     """
-    return _apply(
+    return pair(
         x,
         axis,
         lambda x: comm.all_reduce(x.clone(), axis, label=label),
@@ -134,7 +134,7 @@ def alltoall(x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str) -
     Part i of x along `split_dim`, a multiple of the axis size, goes to rank i, and the parts
     received from all ranks are concatenated along `join_dim`.
     """
-    return _apply(
+    return pair(
         x,
         axis,
         lambda x: _swap(x, axis, split_dim, join_dim, label),
@@ -155,7 +155,7 @@ def scatter_gather(
     Returns:
         This rank's part [.., k, ..] of the tensor.
     """
-    return _apply(
+    return pair(
         x,
         axis,
         lambda x: _scatter(x, axis, dim, device, label),
@@ -169,7 +169,7 @@ def gather_scatter(x: Tensor, axis: Axis, dim: int, label: str = "leave") -> Ten
     On ranks other than index 0 the whole tensor [.., size*k, ..] is on the meta device.
     """
     device = x.device
-    return _apply(
+    return pair(
         x,
         axis,
         lambda x: _gather(x, axis, dim, label),
@@ -195,7 +195,7 @@ class _Pair(torch.autograd.Function):
         return ctx.of_gradient(grads[0]), None, None
 
 
-def _apply(
+def pair(
     x: Tensor,
     axis: Axis,
     forward: Callable[[Tensor], Tensor],

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from gridformer.config.base import shortened_text
+from gridformer.config.layout import LayoutConfig
 from gridformer.config.run import RunConfig
 from gridformer.config.synonyms import KEYS, NOTES, VALUES, plain
 from gridformer.config.yaml_text import parse_yaml
@@ -164,6 +165,27 @@ def parse_run(
     except ValidationError as error:
         problems = [_with_origin(e, raw, overrides, where) for e in error.errors()]
         raise ConfigError(*problems) from None
+
+
+def parse_layout(overrides: Iterable[str]) -> LayoutConfig:
+    """Validates a layout that `layout.key=value` texts alone describe.
+
+    Raises:
+        ConfigError: A text is malformed or a value invalid; it lists every invalid value.
+    """
+    values: dict[str, Any] = {}
+    overrides = [*overrides]
+    for override in overrides:
+        if not override.startswith("layout."):
+            raise ConfigError(f"'{override}' is no part of a layout: write layout.key=value")
+        _apply(values, override)
+    try:
+        return LayoutConfig.model_validate(values.get("layout", {}))
+    except ValidationError as error:
+        problems = error.errors()
+        for problem in problems:
+            problem["loc"] = ("layout", *problem["loc"])
+        raise ConfigError(*(_with_origin(p, {}, overrides, "layout") for p in problems)) from None
 
 
 def _with_origin(

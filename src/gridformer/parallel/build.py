@@ -55,8 +55,8 @@ def parallelize(
         raise TypeError(
             f"gridformer.parallel.parallelize supports the models of gridformer.models "
             f"({', '.join(FAMILIES)}), not a {type(model).__name__}: build one with "
-            "build_parallel, or put the branches of your own network into "
-            "gridformer.models.branches.Branches and call "
+            "build_parallel, shard yours by a plan with gridformer.parallelize, or put its "
+            "branches into gridformer.models.branches.Branches and call "
             "gridformer.parallel.branches.parallelize_branches(network, g)"
         )
     choices = choices or decide(model.config, layout)

@@ -63,6 +63,13 @@ def violations(run: RunConfig) -> list[Violation]:
     return [broken for rule in _RULES for broken in rule(run)]
 
 
+def layout_problems(layout: LayoutConfig) -> list[str]:
+    """Returns what is wrong with a layout by itself, whatever runs on it."""
+    run = RunConfig.model_construct(layout=layout)
+    rules = (_axes, _keys, _kept, _replicas, _nodes, _racks)
+    return [broken.text for rule in rules for broken in rule(run)]
+
+
 # --------------------------------------------------------------------------- the layout by itself
 
 

@@ -15,23 +15,29 @@ and keeps the tensor, so what autograd has saved of it is valid again once it is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gridformer import comm
 from gridformer.mesh import Axes
-from gridformer.models import Model
-from gridformer.models.blocks import Layer, Recompute, copy_of
+from gridformer.models.blocks import Layer, copy_of
 from gridformer.parallel.data.zero import FlatBucket, replica_part, unshard
 from gridformer.parallel.sharding import info_of
 from gridformer.utils.tensors import free_storage
 
 LABEL = "parameters"
+
+
+class BackwardHooks(Protocol):
+    """What lets a layer unshard its parameters before its backward pass, such as `Recompute`."""
+
+    def before_backward(self, block: nn.Module, hook: Callable[[Tensor], None]) -> None:
+        """Calls a hook with the gradient of the block's output before its backward pass."""
 
 
 class FSDPUnit:
@@ -69,7 +75,7 @@ class FSDPUnit:
             for (name, copied), members in groups.items()
         ]
 
-    def watch(self, layer: nn.Module, recompute: Recompute) -> None:
+    def watch(self, layer: nn.Module, recompute: BackwardHooks) -> None:
         """Makes a layer unshard and reshard these parameters when it runs."""
         layer.register_forward_pre_hook(self._before_forward)
         layer.register_forward_hook(self._after_forward)
@@ -167,18 +173,29 @@ class _Message:
 
 
 class Gathering:
-    """The units of a model: one for each layer, in the model's order, and one for the `rest`."""
+    """The units of a model: one for each layer, in the model's order, and one for the `rest`.
 
-    def __init__(self, model: Model, axes: Axes, reshards: bool = True) -> None:
-        layers = [module for module in model.modules() if isinstance(module, Layer)]
+    Another network says which its `layers` are and has hooks of its own in place of `Recompute`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axes: Axes,
+        reshards: bool = True,
+        layers: Sequence[nn.Module] | None = None,
+        hooks: BackwardHooks | None = None,
+    ) -> None:
+        if layers is None:
+            layers = [module for module in model.modules() if isinstance(module, Layer)]
         of_layer = [[*layer.parameters()] for layer in layers]
-        if model.compute_dtype not in (None, torch.float32, torch.float64):
+        if getattr(model, "compute_dtype", None) not in (None, torch.float32, torch.float64):
             # One message for each layer, so what is read in float32 is gathered with the rest.
             of_layer = [[p for p in each if copy_of(p) is not None] for each in of_layer]
         self.layers = [FSDPUnit(each, axes, as_copies=True) for each in of_layer]
         for layer, unit in zip(layers, self.layers):
             unit.reshards = reshards
-            unit.watch(layer, model.recompute)
+            unit.watch(layer, hooks or model.recompute)  # type: ignore[arg-type]
         for unit, after in pairwise(self.layers):
             unit.after, after.before = after, unit
         inside = {parameter for each in of_layer for parameter in each}
@@ -187,7 +204,7 @@ class Gathering:
         self._in_pipeline = axes.pp.size > 1
         self._open = False
         for module in model.modules():
-            if isinstance(module, Layer) or not mine.isdisjoint(module.parameters(recurse=False)):
+            if module in layers or not mine.isdisjoint(module.parameters(recurse=False)):
                 module.register_forward_pre_hook(self._check, prepend=True)
 
     @contextmanager

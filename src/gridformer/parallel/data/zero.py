@@ -140,7 +140,7 @@ class FlatBucket:
             assert part is not None
             (_, width), strides = self._shapes[i], [1]
             if part.dim() > 1:
-                strides = [1, width] if shard_of(parameter).transposed else [width, 1]
+                strides = [1, width] if shard_of(parameter).transposed else [*part.stride()]
             views.append(share.as_strided(part.shape, strides, begins + self._starts[i]))
         return views
 
@@ -160,6 +160,7 @@ class FlatBucket:
         begins = flat.storage_offset()
         for i, (parameter, tensor) in enumerate(zip(self.parameters, tensors)):
             tensor = tensor.detach() if tensor.requires_grad else tensor
+            tensor = tensor if tensor.dim() <= 2 else tensor.contiguous()  # a gradient may not be
             (n, width), each, start = self._shapes[i], self._each[i], begins + self._starts[i]
             full, rest = divmod(n, each)
             down, along = _row_strides(tensor, parameter)
@@ -180,15 +181,14 @@ class FlatBucket:
 
 def _shape_in_rows(parameter: nn.Parameter) -> tuple[int, int]:
     """Returns how many rows replicas shard, and the elements of a row. Reads only the shape."""
-    if parameter.dim() == 1:
-        return len(parameter), 1
-    rows, width = parameter.shape
-    return (width, rows) if shard_of(parameter).transposed else (rows, width)
+    if shard_of(parameter).transposed:
+        return parameter.shape[1], parameter.shape[0]
+    return len(parameter), math.prod(parameter.shape[1:])
 
 
 def _row_strides(tensor: Tensor, parameter: nn.Parameter) -> tuple[int, int]:
     """Returns the strides of `_rows_of(tensor, parameter)`."""
-    if tensor.dim() == 1:
+    if tensor.dim() != 2:
         return tensor.stride(0), 1
     down, along = tensor.stride()
     return (along, down) if shard_of(parameter).transposed else (down, along)
@@ -199,7 +199,7 @@ def _rows_of(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     tensor = tensor.detach()
     if tensor.dim() == 1:
         return tensor.unsqueeze(1)
-    return tensor.t() if shard_of(parameter).transposed else tensor
+    return tensor.t() if shard_of(parameter).transposed else tensor.flatten(1)
 
 
 @torch.no_grad()

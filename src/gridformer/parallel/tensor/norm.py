@@ -45,8 +45,15 @@ class GridNorm(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         weight = self.weight if self.scale == 1.0 else self.weight * self.scale
-        y_BSH: Tensor = _GridNorm.apply(x_BSH, weight, self.bias, self.eps, self.axis)
-        return y_BSH
+        return grid_norm(x_BSH, weight, self.bias, self.eps, self.axis)
+
+
+def grid_norm(
+    x_BSH: Tensor, weight_H: Tensor, bias_H: Tensor | None, eps: float, axis: Axis
+) -> Tensor:
+    """Normalizes x [b, s, h/c] over h, which `axis` shards; RMSNorm if there is no bias."""
+    y_BSH: Tensor = _GridNorm.apply(x_BSH, weight_H, bias_H, eps, axis)
+    return y_BSH
 
 
 def shard_vectors(norm: nn.Module, axes: Axes, vector: ParamPlacement = VECTOR) -> None:

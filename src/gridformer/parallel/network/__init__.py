@@ -1,0 +1,1 @@
+"""Any network on a layout: `gridformer.parallelize`, plans by names, and what replaces modules."""

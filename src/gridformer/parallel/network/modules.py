@@ -1,0 +1,337 @@
+"""What replaces the modules of any network. Parameters keep their names and the order of their
+dimensions: a weight [out, in] of torch's Linear stays one.
+
+Between sections an activation is as the boundary of the scheme says: whole on every device of a
+row, or sharded over it by tokens or by h. Code of the network sees it so, and in between, from an
+opening product to a closing one, it sees whole tokens and its own heads or columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gridformer.comm import autograd
+from gridformer.mesh import Axes, Axis
+from gridformer.models import blocks
+from gridformer.parallel.network.plan import PlanRole, is_conv1d
+from gridformer.parallel.sharding import ParamPlacement
+from gridformer.parallel.tensor import summa
+from gridformer.parallel.tensor.norm import VECTOR, grid_norm
+from gridformer.parallel.tensor.summa import Replicated, Sharded
+
+# Places a parameter of a module, by its name there. The last argument is the order in which the
+# indices of dimension 0, or 1 of a Conv1D, are dealt out, if it is another one.
+Place = Callable[[nn.Module, str, ParamPlacement, Tensor | None], None]
+
+# --------------------------------------------------------------------------- ends of sections
+
+
+def enter(x: Tensor, boundary: Replicated) -> Tensor:
+    """Enters a section: forward gather, backward reduce-scatter of the sum of gradients."""
+    return autograd.pair(
+        x,
+        boundary.col,
+        lambda x: boundary.gather(x).wait(),
+        lambda grad: boundary.reduce_scatter(grad.clone()).wait(),
+    )
+
+
+def leave(x: Tensor, boundary: Replicated) -> Tensor:
+    """Leaves a section with partial sums: forward reduce-scatter, backward gather."""
+    return autograd.pair(
+        x,
+        boundary.col,
+        lambda x: boundary.reduce_scatter(x.clone()).wait(),
+        lambda grad: boundary.gather(grad.contiguous()).wait(),
+    )
+
+
+def cut(x: Tensor, boundary: Sharded) -> Tensor:
+    """Takes this device's part of what every device has: forward slice, backward gather."""
+    size = x.shape[boundary.dim]
+    if size % boundary.col.size:
+        raise ValueError(
+            f"{boundary.col.size} columns of devices share dimension {boundary.dim} of an "
+            f"activation {tuple(x.shape)} between sections, and {size} does not divide by "
+            f"{boundary.col.size}: use another length, or a layout that does not shard it"
+        )
+    return autograd.pair(
+        x,
+        boundary.col,
+        lambda x: _part(x, boundary).contiguous(),
+        lambda grad: boundary.gather(grad.contiguous()).wait(),
+    )
+
+
+def join(x: Tensor, boundary: Sharded) -> Tensor:
+    """Gives every device the whole, with which all compute the same: forward gather, backward
+    slice."""
+    return autograd.pair(
+        x,
+        boundary.col,
+        lambda x: boundary.gather(x.contiguous()).wait(),
+        lambda grad: _part(grad, boundary).contiguous(),
+    )
+
+
+def _part(x: Tensor, boundary: Sharded) -> Tensor:
+    return x.chunk(boundary.col.size, boundary.dim)[boundary.col.index]
+
+
+class Entering:
+    """Enters a section once for all opening products that read the same tensor, such as q, k and v.
+
+    A tensor that is whole although activations are sharded over h, such as the output of an
+    encoder, is entered as a replicated one.
+
+    Attributes:
+        n_readers: The products that share it.
+    """
+
+    def __init__(self, boundary: Replicated) -> None:
+        self.boundary, self.n_readers = boundary, 0
+        self._whole = Replicated(boundary.col)
+        self._last: tuple[Tensor, object, Tensor] | None = None
+        self._uses = 0
+
+    def __call__(self, x: Tensor, n_in: int) -> Tensor:
+        state = torch.is_grad_enabled(), None if x.is_inference() else x._version
+        if self._last is None or self._last[0] is not x or self._last[1] != state:
+            over_h = isinstance(self.boundary, Sharded) and x.shape[-1] < n_in
+            entered = enter(x, self.boundary if over_h else self._whole)
+            self._last, self._uses = (x, state, entered), 0
+        entered = self._last[2]
+        self._uses += 1
+        if self._uses >= self.n_readers:
+            self._last = None  # frees what nobody reads any more
+        return entered
+
+
+# --------------------------------------------------------------------------- products
+
+
+class _Product(nn.Module):
+    """The parameters of a linear layer, sharded: a weight [out, in], or [in, out] of a Conv1D."""
+
+    def __init__(
+        self, plain: nn.Module, cut_: tuple[str, str], bias: ParamPlacement, place: Place,
+        order: Tensor | None = None, pad: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.turned = is_conv1d(plain)
+        weight: Any = plain.weight
+        self.n_out, self.n_in = weight.shape[::-1] if self.turned else weight.shape
+        self.weight: nn.Parameter = weight
+        self.bias: nn.Parameter | None = plain.bias  # type: ignore[assignment]
+        axes = cut_[::-1] if self.turned else cut_
+        padding = (0, pad) if self.turned else (pad, 0)
+        place(self, "weight", ParamPlacement(axes, pad=padding), order)
+        if self.bias is not None:
+            place(self, "bias", replace(bias, pad=(pad,) if pad else ()), order)
+
+    @property
+    def weight_OI(self) -> Tensor:
+        return self.weight.t() if self.turned else self.weight
+
+    def extra_repr(self) -> str:
+        return f"{self.n_in} -> {self.n_out}, here {list(self.weight.shape)}"
+
+
+class Opening(_Product):
+    """y [.., out/c] = x Wᵀ + b of whole tokens; the weight [out/c, in/r] is gathered down a column.
+
+    With the role `head`, y is gathered: [.., out].
+    """
+
+    def __init__(
+        self, plain: nn.Module, role: PlanRole, entering: Entering | None, place: Place, axes: Axes
+    ) -> None:
+        bias = ParamPlacement(("col",), copies="row", partial=True)
+        weight: Any = plain.weight
+        n_out = weight.shape[1 if is_conv1d(plain) else 0]
+        order, pad = None, 0
+        if role.parts:
+            order = order_of_parts(role.widths(n_out), axes.col.size)
+        if role.kind == "head":
+            pad = axes.col.size
+        super().__init__(plain, ("col", "row"), bias, place, order, pad)
+        self.entering = entering
+        self.gathered = Sharded(axes.col, -1) if role.kind == "head" else None
+        alone = replace(axes, col=Axis("col"))
+        self.schedule = summa.Gathered(alone, Replicated(alone.col)) if axes.row.size > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.entering is not None:
+            x = self.entering(x, self.n_in)
+        if self.schedule is None:
+            y = F.linear(x, self.weight_OI, self.bias)
+        else:
+            y = summa.product_ab(x, self.weight_OI.t(), self.schedule, self.bias)
+        return y if self.gathered is None else join(y, self.gathered)[..., : self.n_out]
+
+
+class Closing(_Product):
+    """y = x Wᵀ + b of x [.., in/c], left through the boundary; the weight is [out/r, in/c]."""
+
+    def __init__(
+        self,
+        plain: nn.Module,
+        role: PlanRole,
+        boundary: Replicated,
+        bias: ParamPlacement,
+        place: Place,
+        axes: Axes,
+    ) -> None:
+        super().__init__(plain, ("row", "col"), bias, place)
+        self.boundary, self.split = boundary, Sharded(axes.col, -1) if role.split else None
+        self.schedule = summa.Gathered(axes, boundary) if axes.row.size > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.split is not None:
+            x = cut(x, self.split)
+        if self.schedule is not None:
+            return summa.product_abt(x, self.weight_OI, self.schedule, self.bias)
+        y = leave(F.linear(x, self.weight_OI), self.boundary)
+        return y if self.bias is None else y + self.bias
+
+
+def order_of_parts(widths: tuple[int, ...], n: int) -> Tensor:
+    """Returns the columns of parts that lie side by side in the order in which n devices get them.
+
+    Device i gets block i, int64 [sum of widths / n], which has its columns of every part.
+    """
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    parts = [torch.arange(start, start + width).view(n, -1) for start, width in zip(starts, widths)]
+    return torch.cat(parts, 1).flatten()
+
+
+class TableEmbedding(nn.Module):
+    """Looks up tokens in a table [v/c, h/r]: [b, s, h] on every device of a row.
+
+    Forward all-reduce of what each column of devices has, backward identity.
+    """
+
+    def __init__(self, plain: nn.Embedding, place: Place, axes: Axes) -> None:
+        super().__init__()
+        self.axes, self.padding_idx = axes, plain.padding_idx
+        self.embedding_dim, self.num_embeddings = plain.embedding_dim, plain.num_embeddings
+        self.weight = plain.weight
+        place(self, "weight", ParamPlacement(("col", "row"), pad=(axes.col.size, 0)), None)
+        self.schedule = summa.Gathered(axes, Replicated(axes.col))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = summa.lookup(tokens, self.weight.t(), self.schedule, self.axes, False)
+        if self.padding_idx is None:
+            return x
+        return torch.where((tokens == self.padding_idx).unsqueeze(-1), x.detach(), x)
+
+
+# --------------------------------------------------------------------------- norms
+
+
+class ShardedNorm(nn.Module):
+    """A norm over h that is sharded over columns; its weight is `plus` more than the parameter."""
+
+    def __init__(
+        self, plain: blocks.LayerNorm | blocks.RMSNorm, plus: float, place: Place, axes: Axes
+    ) -> None:
+        super().__init__()
+        self.eps, self.axis, self.plus = plain.eps, axes.col, plus
+        self.weight = plain.weight
+        self.bias = plain.bias if isinstance(plain, blocks.LayerNorm) else None
+        for name, _ in [*self.named_parameters()]:
+            place(self, name, VECTOR, None)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        weight = self.weight + self.plus if self.plus else self.weight
+        return grid_norm(x_BSH, weight, self.bias, self.eps, self.axis)
+
+
+def known_norm(norm: nn.Module) -> tuple[blocks.LayerNorm | blocks.RMSNorm, float] | None:
+    """Returns the norm of gridformer that computes what a module does, and what its weight adds.
+
+    It is found by running the module. None if it is no LayerNorm with a bias and no RMSNorm.
+    """
+    weight: Any = getattr(norm, "weight", None)
+    bias: Any = getattr(norm, "bias", None)
+    vectors = {"weight"} if bias is None else {"weight", "bias"}
+    if {name for name, _ in norm.named_parameters()} != vectors:
+        return None
+    eps = next((getattr(norm, k) for k in ("eps", "variance_epsilon") if hasattr(norm, k)), None)
+    eps = torch.finfo(weight.dtype).eps if eps is None else eps
+    draw = torch.Generator(device=weight.device).manual_seed(0)
+    x = torch.randn(4, len(weight), generator=draw, dtype=weight.dtype, device=weight.device)
+    x = 2 * x + 1
+    with torch.no_grad():
+        y = norm(x)
+        for plus in (0.0, 1.0):
+            w = weight + plus
+            if bias is not None:
+                expected = F.layer_norm(x, w.shape, w, bias, eps)
+                plain: Any = blocks.LayerNorm(len(weight), eps)
+                plain.bias = bias
+            else:
+                expected = F.rms_norm(x, w.shape, w, eps)
+                plain = blocks.RMSNorm(len(weight), eps)
+            if torch.allclose(y, expected, rtol=1e-2 if y.dtype.itemsize == 2 else 1e-4):
+                plain.weight = weight
+                return plain, plus
+    return None
+
+
+# --------------------------------------------------------------------------- layers
+
+
+def cut_at_first(layer: nn.Module, boundary: Sharded) -> None:
+    """Lets a layer, the first of its list, read this device's part of its first activation."""
+    _change_input(layer, lambda x: cut(x, boundary))
+
+
+def enter_inside(module: nn.Module, boundary: Sharded) -> None:
+    """Lets all code inside a module see whole tokens in its first activation."""
+    _change_input(module, lambda x: enter(x, boundary))
+
+
+def join_at_last(layer: nn.Module, boundary: Sharded) -> None:
+    """Gives every device the whole result of a layer, the last of its list."""
+
+    def hook(_: nn.Module, __: Any, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return join(out, boundary)
+        return type(out)((join(out[0], boundary), *out[1:]))
+
+    layer.register_forward_hook(hook)
+
+
+def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Changes the first floating-point tensor that a module is called with."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for i, x in enumerate(args):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                return (*args[:i], change(x), *args[i + 1 :]), kwargs
+        for name in ("hidden_states", *kwargs):
+            x = kwargs.get(name)
+            if isinstance(x, Tensor) and x.is_floating_point():
+                return args, {**kwargs, name: change(x)}
+        return None
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class OutputHooks:
+    """Calls hooks before the backward pass of a module, as `blocks.Recompute` does for layers."""
+
+    def before_backward(self, module: nn.Module, hook: Callable[[Tensor], None]) -> None:
+        def watch(_: nn.Module, __: Any, out: Any) -> None:
+            first = out if isinstance(out, Tensor) else out[0]
+            if first.requires_grad:
+                first.register_hook(hook)
+
+        module.register_forward_hook(watch)

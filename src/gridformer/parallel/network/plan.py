@@ -1,0 +1,252 @@
+"""Plans: the role of every module of a network, by patterns of names.
+
+A plan maps patterns to roles. A pattern is a name in `named_modules()`, or of a parameter, in which
+`*` stands for anything: `layers.*.self_attn.q_proj`. The roles:
+
+    opening          a product whose results are sharded by columns: Megatron's column-parallel
+    opening: 3 parts     three products of equal widths side by side, such as q, k and v; or their
+    opening: 64, 16, 16  widths: a device gets its columns of each
+    head             an opening product whose results are gathered, such as the head of logits
+    closing          a product that reads such columns, and whose partial sums are added up
+    closing split    a closing product that is given whole activations, and reads its columns
+    embedding        a table of which every column of devices has some rows
+    norm             over the width of the residual; LayerNorm and RMSNorm are found without a plan
+    replicated       every device holds and computes all of it
+    summed           replicated, and read together with sharded heads, such as a norm of heads
+    local            parameters whose dimension 0 counts heads or columns: a device has some
+    heads: a, b      attributes a, b of a module count heads or columns, and are divided by the
+                     number of columns of devices
+
+`default_plan` reads the plan that a transformers model carries for tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from gridformer.config import closest
+
+KINDS = ("opening", "head", "closing", "embedding", "norm", "replicated", "summed", "local")
+_OF_TRANSFORMERS = {
+    "colwise": "opening",
+    "packed_colwise": "opening: 2 parts",
+    "colwise_gather_output": "head",
+    "rowwise": "closing",
+    "rowwise_split_input": "closing split",
+    "embedding_rowwise": "embedding",
+    "embedding_colwise": "embedding",
+    "replicated_with_grad_allreduce": "summed",
+    "replicate": "replicated",
+    "local_params": "local",
+}
+
+
+@dataclass(frozen=True)
+class PlanRole:
+    """A role, as its text in a plan says.
+
+    Attributes:
+        parts: The widths of parts of an opening product, or their number alone if they are equal.
+        split: Whether a closing product is given whole activations.
+        attributes: The names after `heads:`.
+    """
+
+    kind: str
+    parts: tuple[int, ...] = ()
+    split: bool = False
+    attributes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(text: str) -> PlanRole:
+        """Parses a role.
+
+        Raises:
+            ValueError: There is no such role.
+        """
+        kind, _, rest = (word.strip() for word in str(text).partition(":"))
+        if kind == "heads" and (names := re.findall(r"\w+", rest)):
+            return PlanRole("heads", attributes=tuple(names))
+        if kind == "opening" and (several := re.fullmatch(r"(\d+) parts", rest)):
+            return PlanRole(kind, (int(several[1]),))
+        if kind == "opening" and re.fullmatch(r"\d+(\s*,\s*\d+)+", rest):
+            return PlanRole(kind, tuple(int(width) for width in rest.split(",")))
+        if not rest and kind in ("opening gathered", "closing split"):
+            return (
+                PlanRole("head") if kind == "opening gathered" else PlanRole("closing", split=True)
+            )
+        if not rest and kind in KINDS:
+            return PlanRole(kind)
+        raise ValueError(f"there is no role '{text}'{closest(kind, [*KINDS, 'closing split'])}")
+
+    def widths(self, whole: int) -> tuple[int, ...]:
+        """Returns the widths of the parts of a product that is `whole` columns wide."""
+        if len(self.parts) == 1:
+            return (whole // self.parts[0],) * self.parts[0]
+        return self.parts or (whole,)
+
+
+@dataclass
+class Roles:
+    """The roles of a network's modules and parameters, by name, and what is wrong with the plan.
+
+    Attributes:
+        modules: For names of modules: opening, head, closing, embedding and norm.
+        parameters: For names of parameters: replicated, summed and local.
+        heads: For names of modules, the attributes that count heads.
+        not_placed: Names of parameters without a role.
+        lists: Names of the lists of layers, each of which has openings and closings.
+        problems: Sentences.
+    """
+
+    modules: dict[str, PlanRole] = field(default_factory=dict)
+    parameters: dict[str, PlanRole] = field(default_factory=dict)
+    heads: dict[str, PlanRole] = field(default_factory=dict)
+    not_placed: list[str] = field(default_factory=list)
+    lists: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def in_layers(self, name: str) -> bool:
+        """Whether a module or parameter is part of a layer in a list of them."""
+        return any(name.startswith(f"{one}." if one else "") for one in self.lists)
+
+
+def default_plan(network: nn.Module) -> dict[str, str] | None:
+    """Returns the plan that a transformers model carries, None if a network has none.
+
+    Kinds of its plan that have no role here keep their name, so that they are refused by it.
+    """
+    carried = getattr(network, "tp_plan", None) or {}
+    if not isinstance(carried, Mapping) or not any("*" in pattern for pattern in carried):
+        return None
+    modules = dict(network.named_modules())
+    plan = {}
+    for pattern, kind in carried.items():
+        matches = [module for name, module in modules.items() if fnmatchcase(name, pattern)]
+        role = _OF_TRANSFORMERS.get(kind, f"transformers' {kind}")
+        if role == "embedding" and any(type(module) is not nn.Embedding for module in matches):
+            role = "replicated"  # it does more than to look up
+        is_parameter = any(fnmatchcase(name, pattern) for name, _ in network.named_parameters())
+        if matches or is_parameter:
+            plan[pattern] = role
+    return plan
+
+
+def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
+    """Returns the roles that a plan, or else the default plan, gives to all parts of a network.
+
+    Norms of the width of the residual need no role. With the default plan, what is outside layers
+    needs none, and is replicated.
+    """
+    roles = Roles()
+    patterns = default_plan(network) if plan is None else plan
+    if patterns is None:
+        roles.problems.append(
+            f"{type(network).__name__} carries no plan for tensor parallelism: give one, such as "
+            '{"layers.*.attn.q": "opening", "layers.*.attn.out": "closing", ...}'
+        )
+        return roles
+    parsed: dict[str, PlanRole] = {}
+    for pattern, text in patterns.items():
+        try:
+            parsed[pattern] = PlanRole.of(text)
+        except ValueError as error:
+            roles.problems.append(f"{pattern}: {error}")
+    if roles.problems:
+        return roles
+    modules = dict(network.named_modules(remove_duplicate=False))
+    names = [*modules, *(name for name, _ in network.named_parameters(remove_duplicate=False))]
+    for pattern, role in parsed.items():
+        matches = [name for name in names if fnmatchcase(name, pattern)]
+        if not matches:
+            roles.problems.append(
+                f"'{pattern}' in the plan matches nothing{closest(pattern, names)}"
+            )
+        for name in matches:
+            if role.kind == "heads":
+                roles.heads[name] = role
+            elif role.kind in ("opening", "head", "closing", "embedding", "norm"):
+                roles.modules[name] = role
+    products = {name for name, role in roles.modules.items() if role.kind in ("opening", "closing")}
+    roles.lists = _lists_of_layers(modules, products, roles)
+    widths = _residual_widths(modules, roles)
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        path = name.rpartition(".")[0]
+        if path in roles.modules:
+            continue
+        given = _given(name, parsed)
+        if given is not None and given.kind in ("replicated", "summed", "local"):
+            roles.parameters[name] = given
+        elif "Norm" in type(modules[path]).__name__ and tuple(parameter.shape) in widths:
+            roles.modules[path] = PlanRole("norm")
+        elif plan is None and not roles.in_layers(name):
+            roles.parameters[name] = PlanRole("replicated")
+        else:
+            roles.not_placed.append(name)
+    return roles
+
+
+def _given(name: str, parsed: Mapping[str, PlanRole]) -> PlanRole | None:
+    """Returns the role of a parameter, or of the innermost module around it that has one."""
+    while name:
+        for pattern, role in parsed.items():
+            if role.kind != "heads" and fnmatchcase(name, pattern):
+                return role
+        name = name.rpartition(".")[0]
+    return None
+
+
+def _lists_of_layers(
+    modules: Mapping[str, nn.Module], products: set[str], roles: Roles
+) -> list[str]:
+    """Returns the outermost lists, each of whose modules has opening and closing products."""
+
+    def kinds(path: str) -> set[str]:
+        return {roles.modules[name].kind for name in products if name.startswith(f"{path}.")}
+
+    lists: list[str] = []
+    for name, module in modules.items():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or not len(module):
+            continue
+        paths = [f"{name}.{i}" if name else str(i) for i in range(len(module))]
+        inside = any(name.startswith(f"{one}." if one else "") for one in lists)
+        if not inside and all(kinds(path) == {"opening", "closing"} for path in paths):
+            lists.append(name)
+    return lists
+
+
+def _residual_widths(modules: Mapping[str, nn.Module], roles: Roles) -> set[tuple[int, ...]]:
+    """Returns the shapes of vectors as wide as the results of closing products."""
+    widths: set[tuple[int, ...]] = set()
+    for name, role in roles.modules.items():
+        weight = getattr(modules.get(name), "weight", None)
+        if role.kind == "closing" and weight is not None and weight.dim() == 2:
+            widths.add((weight.shape[1 if is_conv1d(modules[name]) else 0],))
+    return widths
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D, a linear layer with a weight [in, out]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def described(roles: Roles) -> Iterator[str]:
+    """Yields a sentence for parameters without a role, those of like modules together."""
+    alike: dict[str, list[str]] = {}
+    for name in roles.not_placed:
+        pattern = name.rpartition(".")[0] or name
+        for one in roles.lists:
+            pattern = re.sub(rf"^{re.escape(one)}\.\d+", f"{one}.*", pattern)
+        alike.setdefault(pattern, []).append(name)
+    for pattern, names in alike.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield (
+            f"{names[0]}{more}: nothing places it. Give '{pattern}' a role in the plan: opening or "
+            "closing if it is a product of a section, summed if sharded heads read it, replicated "
+            "if every device is to compute all of it"
+        )

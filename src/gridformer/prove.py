@@ -1,0 +1,345 @@
+"""Whether a network trains on a layout as in one process: measured in float64 on CPU processes."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gridformer.config import LayoutConfig
+from gridformer.launch import launch
+from gridformer.mesh.process_group import close_process_groups, init_process_groups
+from gridformer.parallel.network.network import Network, check, parallelize
+from gridformer.parallel.network.plan import roles_of
+from gridformer.parallel.registry import describe_layout
+from gridformer.utils.errors import UserError, require
+
+EQUAL = 1e-9
+STEPS = 3
+_LAYERS = 2  # of a network that is cut
+_MOST_PARAMETERS = 50_000_000  # of a network that is not
+_TIMEOUT_S = 1800.0
+
+
+@dataclass
+class Proof:
+    """What a comparison found.
+
+    Attributes:
+        worst: The name of the tensor that differs most, and its largest difference, relative to the
+            largest value in it, or to a thousandth of that of all tensors of its kind.
+        loss: The loss of the unchanged network. Like `worst` None if the layout cannot run it.
+        not_placed: Parameters that the plan does not place.
+        notes: Sentences about what was compared.
+    """
+
+    equal: bool
+    worst: dict[str, Any] | None
+    loss: float | None
+    layout: str
+    not_placed: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> str:
+        """Returns the result without notes, as one JSON object."""
+        values = asdict(self)
+        del values["notes"]
+        return json.dumps(values)
+
+
+@dataclass(frozen=True)
+class NetworkSource:
+    """Where a network comes from: a Hugging Face folder, or `package.module:function`.
+
+    Attributes:
+        name: The path, or the name of the function. It returns a module, or a tuple of a module,
+            its inputs (a dict of keyword arguments or a tuple of arguments, tensors [batch, ...])
+            and, if it has one, its plan.
+        batch: Samples of the inputs that are made.
+        seq_len: Tokens of these.
+    """
+
+    name: str
+    batch: int
+    seq_len: int
+
+    def load(self) -> tuple[nn.Module, Any, Mapping[str, str] | None, list[str]]:
+        """Returns a network, its inputs, its plan and notes; equal in every process.
+
+        Raises:
+            UserError: There is no such network.
+        """
+        torch.manual_seed(0)
+        if Path(self.name).is_dir():
+            module, inputs, notes = self._from_folder(Path(self.name))
+            return module, inputs, None, notes
+        place, colon, function = self.name.partition(":")
+        if not colon:
+            raise UserError(f"{self.name}: is neither a folder nor package.module:function")
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.insert(0, here)
+        try:
+            made = getattr(importlib.import_module(place), function)()
+        except (ImportError, AttributeError, TypeError) as error:
+            raise UserError(f"{self.name}: {error}") from error
+        module, inputs, plan = (*made, None)[:3] if isinstance(made, tuple) else (made, None, None)
+        if not isinstance(module, nn.Module):
+            kind = type(module).__name__
+            raise UserError(f"{self.name}: returns a {kind}, not a torch.nn.Module")
+        inputs = self._inputs_of(module) if inputs is None else inputs
+        return module, inputs, plan, []
+
+    def _from_folder(self, folder: Path) -> tuple[nn.Module, Any, list[str]]:
+        """Builds the network of a config.json, with new weights. No code of the folder is run."""
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{folder}: has no config.json, as a Hugging Face folder has")
+        require("transformers", "a Hugging Face folder", "hf")
+        import transformers
+
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except (ValueError, OSError) as error:
+            raise UserError(f"{folder}: {error}") from None
+        names = getattr(config, "architectures", None) or ["no architecture"]
+        kind = getattr(transformers, names[0], None)
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            raise UserError(f"{folder}: {names[0]} is not a model of the installed transformers")
+        notes = ["weights are new ones: their values are no part of the proof"]
+        for key in vars(config):
+            if ("dropout" in key or key.endswith("pdrop")) and getattr(config, key):
+                setattr(config, key, 0.0)
+                notes.append(f"{key} is 0")
+        config.use_cache = False
+        with torch.device("meta"):
+            size = sum(p.numel() for p in kind(config).parameters())
+        layers = getattr(config, "num_hidden_layers", 0)
+        if size > _MOST_PARAMETERS and layers > _LAYERS:
+            config.num_hidden_layers = _LAYERS
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[:_LAYERS]
+            notes.append(f"{_LAYERS} of its {layers} layers, with the same widths and heads")
+        module = kind(config)
+        inputs = self._inputs_of(module)
+        if names[0].endswith(("ForCausalLM", "LMHeadModel")):
+            inputs["labels"] = inputs["input_ids"]
+        return module, inputs, notes
+
+    def _inputs_of(self, module: nn.Module) -> dict[str, Tensor]:
+        """Returns random inputs for a transformers model."""
+        config = getattr(module, "config", None)
+        draw = torch.Generator().manual_seed(1)
+        if words := getattr(config, "vocab_size", 0):
+            longest = getattr(config, "max_position_embeddings", self.seq_len) or self.seq_len
+            shape = self.batch, min(self.seq_len, longest)
+            inputs = {"input_ids": torch.randint(words, shape, generator=draw)}
+            if getattr(config, "is_encoder_decoder", False):
+                inputs["decoder_input_ids"] = torch.randint(words, shape, generator=draw)
+            return inputs
+        if side := getattr(config, "image_size", 0):
+            high, wide = side if isinstance(side, list | tuple) else (side, side)
+            channels = getattr(config, "num_channels", 3)
+            pixels = torch.randn(self.batch, channels, high, wide, generator=draw)
+            return {"pixel_values": pixels.double()}
+        raise UserError(
+            f"{self.name}: no inputs are known for {type(module).__name__}: return (module, inputs)"
+        )
+
+
+def prove(
+    source: NetworkSource,
+    layout: LayoutConfig,
+    plan: Mapping[str, str] | None = None,
+) -> Proof:
+    """Compares a network on a layout with the unchanged one in one process.
+
+    Raises:
+        ConfigError: The network cannot run on the layout. No process has been started.
+        UserError: There is no such network.
+    """
+    module, _, own, _ = source.load()
+    check(module, layout, plan or own)
+    del module
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "proof.json"
+        launch(_one_rank, (source, layout, plan, str(out)), layout.n_processes)
+        return Proof(**json.loads(out.read_text()))
+
+
+def not_placed(source: NetworkSource, plan: Mapping[str, str] | None) -> list[str]:
+    """Returns the parameters of a network that a plan does not place."""
+    module, _, own, _ = source.load()
+    return roles_of(module, plan or own).not_placed
+
+
+def _one_rank(
+    source: NetworkSource, layout: LayoutConfig, plan: Mapping[str, str] | None, out: str
+) -> None:
+    world = init_process_groups("cpu", layout.n_processes, timeout_s=_TIMEOUT_S)
+    module, inputs, own, notes = source.load()
+    proof = compare(module, inputs, layout, plan or own)
+    if world.rank == 0 and proof is not None:
+        proof.notes = notes
+        Path(out).write_text(json.dumps(asdict(proof)))
+    close_process_groups()
+
+
+# --------------------------------------------------------------------------- the comparison
+
+
+class _InFloat64(TorchFunctionMode):
+    """Lets code that casts to float32, as norms and softmax do, stay in float64.
+
+    Otherwise rounding to float32 would hide differences, or look like some.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        kwargs = {k: torch.float64 if x is torch.float32 else x for k, x in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Makes float64 the type of what is computed in the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _InFloat64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def compare(
+    module: nn.Module,
+    inputs: Any,
+    layout: LayoutConfig,
+    plan: Mapping[str, str] | None = None,
+) -> Proof | None:
+    """Trains a network on a layout and, in process 0, alone; call it in every process.
+
+    Compares the loss, every gradient of the first step, and the weights after three steps of AdamW.
+
+    Args:
+        module: The network, equal in every process. It is modified in place.
+        inputs: A dict of keyword arguments, or a tuple of arguments, equal in every process.
+
+    Returns:
+        The result in process 0, None in others.
+    """
+    module = module.double().train()
+    inputs = _doubled(inputs)
+    alone = copy.deepcopy(module)
+    net = parallelize(module, layout, plan)
+    with in_float64():
+        expected = None
+        if net.axes.world.index == 0:
+            expected = _train(alone, alone.parameters(), inputs)
+        del alone
+        result = _train_on(net, inputs)
+    if expected is None:
+        return None
+    name, relative = max(_differences(expected, result), key=lambda pair: pair[1])
+    return Proof(
+        relative <= EQUAL,
+        {"name": name, "relative": relative},
+        expected[0],
+        describe_layout(layout),
+    )
+
+
+_Result = tuple[float, dict[str, Tensor | None], dict[str, Tensor]]
+
+
+def _train(module: nn.Module, parameters: Any, inputs: Any) -> _Result:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    losses: list[float] = []
+    grads: dict[str, Tensor | None] = {}
+    for _ in range(STEPS):
+        loss = _loss(_run(module, inputs))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        grads = grads or {
+            name: None if p.grad is None else p.grad.clone()
+            for name, p in module.named_parameters()
+        }
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses[0], grads, module.state_dict()
+
+
+def _train_on(net: Network, inputs: Any) -> _Result:
+    optimizer = net.optimizer(torch.optim.AdamW, lr=1e-3)
+    losses: list[float] = []
+    grads: dict[str, Tensor | None] = {}
+    for _ in range(STEPS):
+        loss = _loss(_run(net, net.local(inputs)))
+        net.backward(loss)
+        losses.append(net.total(loss))
+        grads = grads or net.gradients()
+        optimizer.step()
+        net.zero_grad()
+    return losses[0], grads, net.state_dict()
+
+
+def _run(network: Callable[..., Any], inputs: Any) -> Any:
+    return network(**inputs) if isinstance(inputs, Mapping) else network(*inputs)
+
+
+def _doubled(x: Any) -> Any:
+    if isinstance(x, Mapping):
+        return {key: _doubled(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return type(x)(map(_doubled, x))
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _loss(out: Any) -> Tensor:
+    """Returns the loss that a network returns, or a random linear function of its first result."""
+    loss = getattr(out, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    if not isinstance(out, Tensor):
+        values = out.values() if isinstance(out, Mapping) else out
+        out = next(value for value in values if isinstance(value, Tensor))
+    if not out.dim():
+        return out
+    weights = torch.randn(out.shape[1:], generator=torch.Generator().manual_seed(2)).to(out)
+    return (out * weights).sum() / len(out)
+
+
+def _differences(expected: _Result, result: _Result) -> Iterator[tuple[str, float]]:
+    yield "loss", abs(expected[0] - result[0]) / max(abs(expected[0]), 1e-300)
+    kinds = ("gradient of ", expected[1], result[1]), ("", expected[2], result[2])
+    for kind, ours, theirs in kinds:
+        sizes = {
+            name: float(x.abs().max()) for name, x in ours.items() if x is not None and _counts(x)
+        }
+        least = max(sizes.values(), default=0.0) / 1000
+        for name, x in ours.items():
+            y = theirs.get(name)
+            if x is None or y is None or x.shape != y.shape:
+                yield f"{kind}{name}", 0.0 if x is y else float("inf")
+            elif name in sizes:
+                off = float((x - y).abs().max()) / max(sizes[name], least, 1e-300)
+                yield f"{kind}{name}", float("inf") if off != off else off
+
+
+def _counts(x: Tensor) -> bool:
+    return x.numel() > 0 and x.is_floating_point()

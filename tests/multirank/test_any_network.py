@@ -1,0 +1,384 @@
+"""Networks that nobody planned for train on layouts as in one process, and say why if they cannot.
+
+Losses, every gradient and the weights after three steps of AdamW are compared in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gridformer
+from examples import own_model
+from gridformer.config import LayoutConfig
+from gridformer.parallel.network.network import check
+from gridformer.parallel.network.plan import PlanRole, roles_of
+from gridformer.prove import compare
+from gridformer.utils.errors import ConfigError
+from tests.support.multirank.pool import WorkerPool
+
+Made = tuple[nn.Module, Any, Mapping[str, str] | None]
+
+
+class Attention(nn.Module):
+    """Attention with separate products, softmax by itself and a norm of each head."""
+
+    def __init__(self, h: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.d = heads, h // heads
+        self.q, self.k, self.v = (nn.Linear(h, h) for _ in range(3))
+        self.norm = nn.LayerNorm(self.d)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, heads))  # one number for each head
+        self.out = nn.Linear(h, h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            one(x).unflatten(-1, (self.heads, self.d)).transpose(1, 2)
+            for one in (self.q, self.k, self.v)
+        )
+        scores = self.norm(q) @ k.transpose(2, 3) * self.scale[:, None, None]
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, h: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.attention = Attention(h, heads)
+        self.mlp = nn.Sequential(nn.Linear(h, 3 * h), nn.GELU(), nn.Linear(3 * h, h))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class ViT(nn.Module):
+    """Images [b, 3, 12, 12] to logits [b, 10]: 16 patches, a token of the class, a blank."""
+
+    def __init__(self, h: int = 24, heads: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, h, 3, stride=3)
+        self.token = nn.Parameter(torch.randn(1, 1, h))
+        self.places = nn.Parameter(torch.randn(1, 17, h))
+        self.blocks = nn.Sequential(*(Block(h, heads) for _ in range(2)))
+        self.norm, self.head = nn.LayerNorm(h), nn.Linear(h, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat((self.token.expand(len(x), -1, -1), x), 1) + self.places
+        x = F.pad(x, (0, 0, 0, 1))  # 18 tokens divide over two devices
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+VIT_PLAN = {
+    "patches": "replicated",
+    "token": "replicated",
+    "places": "replicated",
+    "head": "replicated",
+    "blocks.*.attention": "heads: heads",
+    "blocks.*.attention.[qkv]": "opening",
+    "blocks.*.attention.norm": "summed",
+    "blocks.*.attention.scale": "local",
+    "blocks.*.attention.out": "closing",
+    "blocks.*.mlp.0": "opening",
+    "blocks.*.mlp.2": "closing",
+}
+GPT2_PLAN = {
+    "transformer.wte": "embedding",
+    "transformer.wpe": "replicated",
+    "transformer.h.*.attn": "heads: num_heads, split_size",
+    "*.c_attn": "opening: 3 parts",
+    "*.c_fc": "opening",
+    "*.c_proj": "closing",
+    "lm_head": "head",
+}
+
+
+def vit() -> Made:
+    images = torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+    return ViT(), (images,), VIT_PLAN
+
+
+def decoder() -> Made:
+    return own_model.network()
+
+
+def _causal(kind: str, config: Any, words: int, **more: Any) -> tuple[nn.Module, Any]:
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, kind)(config(vocab_size=words, use_cache=False, **more))
+    tokens = torch.randint(words, (8, 12), generator=torch.Generator().manual_seed(1))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def llama() -> Made:
+    """Its own plan; two heads of keys; 97 words, which nothing divides."""
+    config = pytest.importorskip("transformers").LlamaConfig
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return (*_causal("LlamaForCausalLM", config, 97, **sizes, **heads), None)
+
+
+def gpt2() -> Made:
+    """Conv1D, a fused product of q, k and v, and a head that shares the table of tokens."""
+    config = pytest.importorskip("transformers").GPT2Config
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    return (*_causal("GPT2LMHeadModel", config, 97, **sizes, **rates), GPT2_PLAN)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "megatron": {"scheme": "megatron", "cols": 2},
+    "tokens": {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
+    "megatron_2d": {"scheme": "megatron_2d", "rows": 2, "cols": 2},
+    "optimus": {"scheme": "optimus", "rows": 2, "cols": 2},
+    "fsdp": {"dp": 2, "dp_mode": "fsdp"},
+    "zero1": {"scheme": "megatron", "cols": 2, "dp": 2, "dp_mode": "zero1"},
+    "both": {"scheme": "optimus", "cols": 2, "dp": 2, "dp_mode": "fsdp"},
+}
+NETWORKS = {made.__name__: made for made in (decoder, vit, llama, gpt2)}
+
+
+def measured(name: str, layout: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    module, inputs, plan = NETWORKS[name]()
+    return compare(module, inputs, LayoutConfig(**layout), plan)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_equals_one_process(pool: WorkerPool, name: str, layout: str) -> None:
+    if name in ("llama", "gpt2"):
+        pytest.importorskip("transformers")
+    n = LayoutConfig(**LAYOUTS[layout]).n_processes
+    proof = pool.run(n, measured, name, LAYOUTS[layout])[0]
+    assert proof.equal, proof.worst
+    assert proof.worst["relative"] < 1e-10
+
+
+def differs(which: str) -> Any:
+    """Compares after a mistake that a wrong plan would make."""
+    torch.manual_seed(0)
+    module, inputs, plan = vit()
+    wrong = {**(plan or {}), "blocks.*.attention.norm": which}
+    return compare(module, inputs, LayoutConfig(scheme="megatron", cols=2), wrong)
+
+
+def test_a_wrong_plan_is_seen(pool: WorkerPool) -> None:
+    """Gradients of a norm of each head are partial sums: as replicated, each device has its own."""
+    assert pool.run(2, differs, "summed")[0].equal
+    proof = pool.run(2, differs, "replicated")[0]
+    assert not proof.equal
+    assert "attention.norm" in proof.worst["name"]
+    assert proof.worst["relative"] > 1e-3
+
+
+# --------------------------------------------------------------------------- its use
+
+
+def one_step(layout: dict[str, Any] | None) -> tuple[float, dict[str, Tensor], int]:
+    """Accumulates two batches, clips, and updates; on a layout or, without one, as torch does."""
+    torch.manual_seed(0)
+    module, _, plan = decoder()
+    module = module.double()
+    batches = [own_model.batch_of(1), own_model.batch_of(2)]
+
+    def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) / len(batches)
+
+    if layout is None:
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        for tokens in batches:
+            loss_of(module(tokens), tokens).backward()
+        norm = float(nn.utils.clip_grad_norm_(module.parameters(), 0.1))
+        optimizer.step()
+        return norm, module.state_dict(), sum(p.numel() for p in module.parameters())
+    net = gridformer.parallelize(module, layout, plan)
+    updates = net.optimizer(torch.optim.SGD, lr=1.0)
+    for i, batch in enumerate(batches):
+        tokens = net.local(batch)
+        net.backward(loss_of(net(tokens), tokens), last=i == 1)
+    norm = net.clip_gradients(0.1)
+    updates.step()
+    held = sum(p.untyped_storage().nbytes() // 8 for p in {*net.module.parameters()})
+    held += sum(p.numel() for _, p in net.named_parameters()) if "dp_mode" in layout else 0
+    return norm, net.state_dict(), held
+
+
+@pytest.mark.parametrize("name", ["tokens", "optimus", "fsdp", "both"])
+def test_a_step_with_clipping_and_two_batches(pool: WorkerPool, name: str) -> None:
+    """Every process has the whole state, and memory for its share of the parameters."""
+    norm, state, elements = one_step(None)
+    layout = LAYOUTS[name]
+    n = LayoutConfig(**layout).n_processes
+    for ours, whole, held in pool.run(n, one_step, layout):
+        assert ours == pytest.approx(norm, rel=1e-12)
+        assert whole.keys() == state.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(whole[key], value, rtol=1e-11, atol=1e-13)
+        # Vectors and the table of positions are on several devices, of which one updates them.
+        assert 0.9 * elements / n <= held < 1.1 * elements / n + 2 * 32 * 64
+    own_model.Decoder(2, 64, 4).double().load_state_dict(whole)
+
+
+def other_weights() -> str:
+    torch.manual_seed(dist.get_rank())
+    module, _, plan = decoder()
+    with pytest.raises(RuntimeError) as refused:
+        gridformer.parallelize(module, {"scheme": "megatron", "cols": 2}, plan)
+    return str(refused.value)
+
+
+def test_weights_must_be_equal(pool: WorkerPool) -> None:
+    assert all(
+        "the processes' weights differ: words.weight" in t for t in pool.run(2, other_weights)
+    )
+
+
+def test_processes_must_be_there() -> None:
+    module, _, plan = decoder()
+    with pytest.raises(RuntimeError, match="needs 2 processes and the default process group has 1"):
+        gridformer.parallelize(module, {"scheme": "megatron", "cols": 2}, plan)
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def without(pattern: str) -> dict[str, str]:
+    return {key: role for key, role in own_model.PLAN.items() if key != pattern}
+
+
+def changed(change: Callable[[nn.Module], object]) -> nn.Module:
+    module = own_model.Decoder(2, 24, 3)
+    change(module)
+    return module
+
+
+def _in_layer(name: str, other: nn.Module) -> Callable[[nn.Module], object]:
+    return lambda module: setattr(module.get_submodule("layers.1"), name, other)
+
+
+class Inline(nn.Module):
+    """A block that computes a feed-forward section by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+
+ONE: dict[str, Any] = {"scheme": "megatron", "cols": 2}
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str] | None, str]] = {
+    "no role": (
+        decoder_ := lambda: own_model.Decoder(2, 64, 4),
+        ONE,
+        without("layers.*.mlp.2"),
+        r"layers\.0\.mlp\.2\.weight and 3 more: nothing places it\. Give 'layers\.\*\.mlp\.2' a",
+    ),
+    "a cell that no role can have": (
+        lambda: changed(_in_layer("memory", nn.LSTM(24, 24))),
+        ONE,
+        own_model.PLAN,
+        r"layers\.1\.memory\.weight_ih_l0",
+    ),
+    "no plan": (decoder_, ONE, None, r"Decoder carries no plan for tensor parallelism"),
+    "nothing matches": (
+        decoder_,
+        ONE,
+        {**own_model.PLAN, "layers.*.mpl.0": "opening"},
+        r"'layers\.\*\.mpl\.0' in the plan matches nothing",
+    ),
+    "no such role": (decoder_, ONE, {"words": "embeding"}, r"no role 'embeding'.*embedding"),
+    "heads": (
+        lambda: own_model.Decoder(2, 24, 3),
+        ONE,
+        own_model.PLAN,
+        r"layers\.0\.attention\.n_heads=3: heads of .* that layout\.cols=2 divides",
+    ),
+    "widths": (
+        decoder_,
+        {"scheme": "optimus", "rows": 3, "cols": 1},
+        own_model.PLAN,
+        r"layers\.0\.mlp\.0: 64 inputs do not divide by layout\.rows=3",
+    ),
+    "dropout": (
+        lambda: changed(_in_layer("drop", nn.Dropout(0.1))),
+        ONE,
+        own_model.PLAN,
+        r"layers\.1\.drop\.p=0\.1: torch's dropout draws other masks",
+    ),
+    "batch norm": (
+        lambda: changed(lambda module: setattr(module, "bn", nn.BatchNorm1d(24))),
+        {"dp": 2},
+        {**own_model.PLAN, "bn": "replicated"},
+        r"bn: BatchNorm1d mixes samples",
+    ),
+    "another class": (
+        lambda: changed(lambda module: setattr(module, "head", nn.Bilinear(24, 24, 4))),
+        ONE,
+        own_model.PLAN,
+        r"head: head needs a plain torch\.nn\.Linear",
+    ),
+    "one parameter, two roles": (
+        decoder_,
+        ONE,
+        {**own_model.PLAN, "words": "replicated"},
+        r"words\.weight and head\.weight are one parameter, and their roles are replicated and",
+    ),
+    "inline": (
+        lambda: nn.Sequential(Inline(), Inline()),
+        {**ONE, "sequence_parallel": True},
+        {"*.up": "opening", "*.down": "closing"},
+        r"0\.up: tokens are sharded between sections, and 0 also computes what is between them",
+    ),
+    "pipelines": (
+        decoder_,
+        {"pp": 2},
+        own_model.PLAN,
+        r"layout\.pp=2 is not for",
+    ),
+    "keys": (
+        decoder_,
+        {**ONE, "rows": 2},
+        own_model.PLAN,
+        r"uses layout\.cols and cannot",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_changes(case: str) -> None:
+    build, layout, plan, said = REFUSED[case]
+    module = build()
+    before = {name: id(p) for name, p in module.named_parameters()}
+    with pytest.raises(ConfigError, match=said):
+        check(module, LayoutConfig(**layout), plan)
+    assert before == {name: id(p) for name, p in module.named_parameters()}
+
+
+def test_heads_of_keys_must_divide() -> None:
+    module, _, _ = llama()
+    with pytest.raises(ConfigError, match=r"k_proj: its 2 heads of width 8 do not divide by .*=4"):
+        check(module, LayoutConfig(scheme="megatron", cols=4))
+
+
+def test_experts_are_refused_by_what_their_plan_says() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    config = transformers.MixtralConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
+    with pytest.raises(ConfigError, match=r"experts.*there is no role 'transformers'"):
+        check(transformers.MixtralForCausalLM(config), LayoutConfig(**ONE))
+
+
+def test_roles() -> None:
+    assert PlanRole.of("opening: 64, 16, 16") == PlanRole("opening", (64, 16, 16))
+    assert PlanRole.of("opening: 2 parts").widths(10) == (5, 5)
+    assert PlanRole.of("opening gathered") == PlanRole.of("head")
+    assert PlanRole.of("heads: n_heads, width").attributes == ("n_heads", "width")
+    roles = roles_of(own_model.Decoder(2, 64, 4), own_model.PLAN)
+    assert roles.lists == ["layers"]
+    assert roles.modules["layers.1.norm2"] == roles.modules["norm"] == PlanRole("norm")
