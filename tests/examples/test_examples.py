@@ -110,3 +110,17 @@ def test_the_script_of_the_how_to_is_complete(tmp_path: Path) -> None:
     ]
     assert found[0] == pytest.approx(found[1], abs=0.01)
     assert found[0][-1] < found[0][0]
+
+
+def test_own_model_under_torchrun() -> None:
+    """The losses of a decoder in plain torch are the same on two layouts, to all digits printed."""
+    script, printed = ROOT / "examples" / "own_model.py", []
+    for layout in (["scheme=megatron", "cols=2"], ["dp=2", "dp_mode=fsdp"]):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", str(script), *layout, "--steps", "20"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        printed.append([float(x) for x in re.findall(r"step +\d+  loss ([\d.]+)", done.stdout)])
+    assert len(printed[0]) == 2
+    assert printed[0] == pytest.approx(printed[1], abs=1e-4)  # in float32
+    assert printed[0][1] < printed[0][0] - 0.3
