@@ -102,7 +102,7 @@ def _unsupported(layout: LayoutConfig) -> Iterator[str]:
     refused: dict[str, tuple[object, str]] = {
         "pp": (layout.pp > 1, "pipelines need a chain of gridformer's own links: use pp=1"),
         "branches": (
-            layout.scheme == "subgraph",
+            "branches" in spec_of(layout).axes,
             "subgraph needs branches (gridformer.parallel.branches): use megatron, megatron_2d or "
             "optimus",
         ),
