@@ -294,7 +294,12 @@ def start_reduce_scatter(
     )
     blocks = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
     if axis.over_nccl:
-        return _reduce_scatter_blocks(blocks.contiguous(), axis, noted, later, out)
+        blocks = blocks.contiguous()
+        # Not empty_like of a block as it was before stacking: that keeps the strides of a
+        # transposed block, and `view(-1)` then fails. `blocks` are contiguous, and so is `out`.
+        out = blocks.new_empty(blocks.shape[1:]) if out is None else out
+        work = _reduce_scatter(out.view(-1), blocks.view(-1), group=axis.group, async_op=later)
+        return Pending(out, work, noted, blocks)
     at = axis.index
     return _Exchange([*blocks[:at], *blocks[at + 1 :]], axis, noted, blocks[at], None, later, out)
 
@@ -337,14 +342,3 @@ class _Joined(Pending):
                 out.view(blocks.shape).copy_(blocks)
             self._dim = self._out = None
         return self._result
-
-
-def _reduce_scatter_blocks(
-    blocks: Tensor, axis: Axis, noted: Noted, later: bool = True, out: Tensor | None = None
-) -> Pending:
-    """Reduce-scatters contiguous blocks [size, *block] to this rank's sum [*block]."""
-    # Not empty_like of a block as it was before stacking: that keeps the strides of a transposed
-    # block, and `view(-1)` then fails. `blocks` are contiguous, and so is `out`.
-    out = blocks.new_empty(blocks.shape[1:]) if out is None else out
-    work = _reduce_scatter(out.view(-1), blocks.view(-1), group=axis.group, async_op=later)
-    return Pending(out, work, noted, blocks)

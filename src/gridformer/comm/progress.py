@@ -193,7 +193,11 @@ class Progress:
 
     def _new_site(self, op: str, axis: Axis, label: str, peer: int) -> _Site:
         kind = _KINDS.get(op, COLLECTIVE)
-        key = (_group_name(axis.group), kind, peer)
+        import torch.distributed as dist
+
+        # The name of a group is the same on all of its ranks.
+        name = str(getattr(axis.group or dist.group.WORLD, "group_name", "world"))
+        key = (name, kind, peer)
         lane = self._lanes.get(key)
         if lane is None:
             # All lanes beyond the last share it. No run has that many.
@@ -242,13 +246,6 @@ def waits_on_purpose() -> None:
     """Notes that this process waits for something else than a message, and is not stuck."""
     if active is not None:
         active.waits += 1
-
-
-def _group_name(group: ProcessGroup | None) -> str:
-    """The name of a group, which is the same on all of its ranks."""
-    import torch.distributed as dist
-
-    return str(getattr(group or dist.group.WORLD, "group_name", "world"))
 
 
 def flight_records() -> Any:

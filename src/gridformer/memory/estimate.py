@@ -29,7 +29,7 @@ from gridformer.parallel.auto.decisions import Decisions, decide_run
 from gridformer.record.device import Backend
 from gridformer.record.events import Held
 from gridformer.record.rank import RankRecord, record_ranks
-from gridformer.record.step import ACTIVATIONS, KINDS, Extent, RecordOptions, StepPart
+from gridformer.record.step import ACTIVATIONS, KINDS, Extent, RecordOptions
 from gridformer.utils.process import on_all_cores
 
 _POINTS = 1500  # points of a timeline
@@ -56,18 +56,16 @@ def changes_of(record: RankRecord) -> list[Changes]:
     """Returns the changes of memory in each part of a rank's step."""
     numbers = [*itertools.chain(*record.order)]
     parts = {n: part for n in {*numbers} if (part := record.step.parts[n]).kind != "start"}
-    changes = {number: _changes(part) for number, part in parts.items()}
+    changes = {}
+    for number, part in parts.items():
+        some = [event for event in part.events if isinstance(event, Held)]
+        changes[number] = Changes(
+            part.kind,
+            np.array([one.n_bytes for one in some], dtype=np.int64),
+            np.array([_NUMBERS[one.kind] for one in some], dtype=np.int64),
+            [one.doing for one in some],
+        )
     return [changes[number] for number in numbers if number in changes]
-
-
-def _changes(part: StepPart) -> Changes:
-    some = [event for event in part.events if isinstance(event, Held)]
-    return Changes(
-        part.kind,
-        np.array([one.n_bytes for one in some], dtype=np.int64),
-        np.array([_NUMBERS[one.kind] for one in some], dtype=np.int64),
-        [one.doing for one in some],
-    )
 
 
 @dataclass(frozen=True)

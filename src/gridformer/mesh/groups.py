@@ -75,7 +75,11 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
     """
     for listener in listeners:
         listener(lines, purpose)
-    here, number = dist.get_rank(), _next_number()
+    world = dist.group.WORLD
+    assert world is not None
+    # How often groups were created is the same on all ranks.
+    here, number = dist.get_rank(), _n_made.get(world, 0) + 1
+    _n_made[world] = number
     mine = next((line for line in lines if here in line), None)
     assert mine is None or [*mine] == sorted(mine), "torch would sort them"
     name = named_group(f"{purpose} {number} {mine[0]}") if mine else nullcontext()
@@ -93,11 +97,3 @@ def make_groups(lines: Sequence[Sequence[int]], purpose: str) -> ProcessGroup | 
             [*mine], timeout=world_timeout(), group_desc=purpose, use_local_synchronization=True
         )
     return group
-
-
-def _next_number() -> int:
-    """Returns how often groups were created, which is the same on all ranks."""
-    world = dist.group.WORLD
-    assert world is not None
-    number = _n_made[world] = _n_made.get(world, 0) + 1
-    return number

@@ -81,7 +81,9 @@ def rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
             that this is one of several processes but not where these meet.
     """
     env = _Environ(environ)
-    mpi = next((names for names in _mpi_order(environ) if env.number(names.size, 1) > 1), None)
+    some = [names for names in _MPI if environ.get(names.rank) and environ.get(names.size)]
+    some.sort(key=lambda names: names.local_rank not in environ)  # those with a local rank first
+    mpi = next((names for names in some if env.number(names.size, 1) > 1), None)
     if env.has("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE_FILE):
         place = env.place("gridformer.launch", store_file=environ[STORE_FILE])
     elif env.has("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -169,12 +171,6 @@ def _from_rank(env: _Environ) -> RankEnv:
     return RankEnv(
         rank, size, *local, "the launcher", **address, knows_local=task or on_one_machine
     )
-
-
-def _mpi_order(environ: Mapping[str, str]) -> list[_Names]:
-    """Returns the variables of MPI launchers that are set, those with a local rank first."""
-    some = [names for names in _MPI if environ.get(names.rank) and environ.get(names.size)]
-    return sorted(some, key=lambda names: names.local_rank not in environ)
 
 
 def _set_by_srun(environ: Mapping[str, str], mpi: _Names) -> bool:

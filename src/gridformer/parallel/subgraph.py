@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from gridformer.models import Model
 
 
-def _times_h(width: float) -> str:
-    return "h" if width == 1 else f"{width:g} h"
-
-
 class Branched(SchemeSpec):
     """The spec of sub-graph parallelism: D&SP (`common: all`) and D&SP-cSub (`common: first`)."""
 
@@ -106,9 +102,10 @@ class Branched(SchemeSpec):
             if joined and joined[0].parts:
                 entering = (joined[0].n_out + joined[0].copied) / joined[0].n_in
                 leaving = joined[0].parts[0][0] / joined[0].n_in
+            left = "h" if leaving == 1 else f"{leaving:g} h"
             sentences.append(
                 f"attention: slices of q, k and v enter the branches, {entering:g} h per token, "
-                f"and the heads' outputs leave them, {_times_h(leaving)} per token"
+                f"and the heads' outputs leave them, {left} per token"
             )
         if layout.devices_per_node:
             n, k = layout.dp * layout.branches, layout.devices_per_node

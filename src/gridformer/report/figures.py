@@ -11,7 +11,7 @@ import numpy as np
 
 from gridformer.report.reading import RunReading, marks_of
 from gridformer.report.steptrace import Slice, StepTimeline
-from gridformer.train.metrics import spelled
+from gridformer.train.metrics import smoothed, spelled
 from gridformer.utils.page import ABOVE, figure
 from gridformer.utils.units import three_digits
 
@@ -188,7 +188,7 @@ def _add_curve(
         )
     dots = (sparse and len(raw) < 200) or len(raw) == 1
     made.add_scatter(
-        y=_smoothed(raw) if smooth else raw,
+        y=[_short(y) for y in smoothed(raw, _SMOOTHING)] if smooth else raw,
         mode="lines+markers" if dots else "lines",
         showlegend=number is not None or len(chart.keys) > 1,
         hovertemplate=f"%{{y:.5g}} {html.escape(metric)}<extra>%{{fullData.name}}</extra>",
@@ -257,16 +257,6 @@ def _places(run: RunReading, steps: Sequence[float]) -> Places:
 def _number(line: dict[str, Any], key: str) -> float:
     value = line.get(key)
     return float(value) if isinstance(value, int | float) and 0 <= value < 1e300 else 0.0
-
-
-def _smoothed(values: Sequence[float]) -> list[float]:
-    """Returns the exponentially weighted means of a curve, without a bias to its beginning."""
-    total, norm, means = 0.0, 0.0, []
-    for value in values:
-        total = _SMOOTHING * total + (1 - _SMOOTHING) * value
-        norm = _SMOOTHING * norm + (1 - _SMOOTHING)
-        means.append(_short(total / norm))
-    return means
 
 
 def decimated(values: Sequence[float], most: int) -> list[int]:

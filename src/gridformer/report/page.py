@@ -44,7 +44,10 @@ def write_report_page(
     runs: Sequence[RunReading], estimates: Sequence[Estimates], path: Path
 ) -> None:
     """Writes the report of one or several runs with their estimates to a file."""
-    traced = [_last_timeline(run) for run in runs]
+    traced = [
+        next((line for path in reversed(run.traces) if (line := read_timeline(path))), None)
+        for run in runs
+    ]
     title = f"{runs[0].label}: report" if len(runs) == 1 else f"Comparison of {len(runs)} runs"
     drawn: dict[str, go.Figure] = {}
     sections = [
@@ -73,10 +76,6 @@ def _text(value: object) -> str:
 def _place(drawn: dict[str, go.Figure], name: str, figure: go.Figure) -> str:
     drawn[name] = figure
     return figure_place(name)
-
-
-def _last_timeline(run: RunReading) -> StepTimeline | None:
-    return next((line for path in reversed(run.traces) if (line := read_timeline(path))), None)
 
 
 # --------------------------------------------------------------------------- tables
@@ -227,8 +226,9 @@ def _communication(
         rows.append((name, dict(sorted(by_axis.items(), key=lambda item: -item[1]))))
     colors = figures.axis_colors([axis for _, parts in rows for axis in parts])
     tables = "".join(
-        f"<details><summary>{_text(name)}: {_of_all(traffic)}</summary>{_traffic(traffic)}"
-        "</details>"
+        f"<details><summary>{_text(name)}: "
+        f"{three_digits(sum(one.messages for one in traffic))} messages, "
+        f"{format_bytes(sum(one.bytes for one in traffic))}</summary>{_traffic(traffic)}</details>"
         for name, traffic in shown
     )
     return (
@@ -238,11 +238,6 @@ def _communication(
         + _place(drawn, "communication", stacked_bars(rows, colors, "bytes", format_bytes))
         + tables
     )
-
-
-def _of_all(traffic: Sequence[PurposeTraffic]) -> str:
-    total, count = sum(one.bytes for one in traffic), sum(one.messages for one in traffic)
-    return f"{three_digits(count)} messages, {format_bytes(total)}"
 
 
 def _traffic(traffic: Sequence[PurposeTraffic]) -> str:

@@ -7,7 +7,6 @@ So every file may be missing, cut off or wrong, and what cannot be read is left 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ from gridformer.checkpoint import find
 from gridformer.checkpoint.copies import url_of
 from gridformer.config import RunConfig, load_run
 from gridformer.train.heartbeat import HEARTBEAT
-from gridformer.train.metrics import EVENTS_FILE, METRICS
+from gridformer.train.metrics import EVENTS_FILE, METRICS, flat, is_number
 from gridformer.utils.errors import UserError
 from gridformer.utils.files import read_bytes
 from gridformer.utils.units import GIB, format_bytes, format_value, three_digits
@@ -68,13 +67,13 @@ class RunReading:
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Returns the steps at which a metric is known, and its values there."""
-        lines = [line for line in self.metrics if _is_number(line.get(key))]
+        lines = [line for line in self.metrics if is_number(line.get(key))]
         return [line["step"] for line in lines], [float(line[key]) for line in lines]
 
     @property
     def names(self) -> list[str]:
         """The names of all metrics that are numbers, in the order of their appearance."""
-        numbers = {key: None for line in self.metrics for key in line if _is_number(line[key])}
+        numbers = {key: None for line in self.metrics for key in line if is_number(line[key])}
         return [key for key in numbers if key != "step"]
 
 
@@ -153,27 +152,8 @@ def readable_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield values
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings by dotted key."""
-    settings: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            settings |= flat(value, f"{prefix}{key}.")
-        else:
-            settings[f"{prefix}{key}"] = value
-    return settings
-
-
 def _is_step(step: object) -> bool:
     return isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53
-
-
-def _is_number(value: object) -> bool:
-    try:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and math.isfinite(value)  # type: ignore[arg-type]
-    except OverflowError:  # an integer that is larger than any float
-        return False
 
 
 def _sample(line: dict[str, Any]) -> Sample:
@@ -249,7 +229,7 @@ def _saved(event: dict[str, Any]) -> str:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if _is_number(value) else None  # type: ignore[arg-type]
+    return float(value) if is_number(value) else None  # type: ignore[arg-type]
 
 
 def _time(value: object) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gridformer.train.callbacks import Callback, RunEnd, RunStart
-from gridformer.train.metrics import TENSORBOARD, grouped, read_metrics
+from gridformer.train.metrics import TENSORBOARD, flat, grouped, is_number, read_metrics
 from gridformer.utils.errors import UserError
 from gridformer.utils.files import read_json, writing
 
@@ -163,7 +162,8 @@ class ServiceLogger(Callback):
         step, alone = metrics["step"], "loss" not in metrics
         # The last evaluation may come after the run was stopped and resumed.
         if step > self.logged or (alone and step == self.logged):
-            self.log(step, {name: v for name, v in metrics.items() if _is_number(name, v)})
+            numbers = {name: v for name, v in metrics.items() if name != "step" and is_number(v)}
+            self.log(step, numbers)
             self.logged = step
 
     def on_diverged(self, step: int, why: str, back_to: int | None) -> None:
@@ -202,11 +202,6 @@ class ServiceLogger(Callback):
         unfinished = path.with_name(f".{IDS}.unfinished")
         unfinished.write_text(json.dumps({**known, self.name: about}) + "\n", encoding="utf-8")
         os.replace(unfinished, path)
-
-
-def _is_number(name: str, value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return name != "step" and number and math.isfinite(value)  # type: ignore[arg-type]
 
 
 class WeightsAndBiases(ServiceLogger):
@@ -300,7 +295,7 @@ class MLflow(ServiceLogger):
                 place = None if server else (beside / _MLFLOW_ARTIFACTS).as_uri()
                 experiment = self._client.create_experiment(name, artifact_location=place)
             self._id = self._client.create_run(experiment, run_name=title).info.run_id
-            settings = _flat(self.settings.model_dump(mode="json"))
+            settings = flat(self.settings.model_dump(mode="json"))
             params = [Param(key, str(value)[:_LONGEST]) for key, value in settings.items()]
             for at in range(0, len(params), _PARAMETERS):
                 self._client.log_batch(self._id, params=params[at : at + _PARAMETERS])
@@ -329,14 +324,3 @@ class MLflow(ServiceLogger):
         for at in range(0, len(sent), _METRICS):
             self._client.log_batch(self._id, metrics=sent[at : at + _METRICS])
         self._sent = time.monotonic()
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested values by dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,7 +174,7 @@ def plot_loss(run_dir: Path, title: str, run: RunConfig) -> None:
     axes.plot(steps, losses, color="#9ec5e8", linewidth=1, label="training, each step")
     weight = 1 - 1 / max(1, min(50, len(losses) / 30))
     axes.plot(
-        steps, _smooth(losses, weight), color="#1f6fb4", linewidth=2, label="training, smoothed"
+        steps, smoothed(losses, weight), color="#1f6fb4", linewidth=2, label="training, smoothed"
     )
     if val:
         axes.plot(*zip(*val), color="#d1495b", marker="o", markersize=5, label="validation")
@@ -200,11 +200,31 @@ def plot_loss(run_dir: Path, title: str, run: RunConfig) -> None:
     plt.close(figure)
 
 
-def _smooth(values: tuple[float, ...], weight: float) -> list[float]:
-    """Returns an exponential moving average with bias correction."""
-    smoothed, total, norm = [], 0.0, 0.0
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """Returns an exponential moving average with bias correction; `weight` is that of the past."""
+    averages, total, norm = [], 0.0, 0.0
     for value in values:
         total = weight * total + (1 - weight) * value
         norm = weight * norm + (1 - weight)
-        smoothed.append(total / norm)
-    return smoothed
+        averages.append(total / norm)
+    return averages
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings by dotted key."""
+    settings: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            settings |= flat(value, f"{prefix}{key}.")
+        else:
+            settings[f"{prefix}{key}"] = value
+    return settings
+
+
+def is_number(value: object) -> bool:
+    """Returns whether a value is a finite number; `True` is none."""
+    try:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:  # an integer that is larger than any float
+        return False

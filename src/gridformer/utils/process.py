@@ -95,14 +95,13 @@ def end_with_parent() -> None:
 
     A thread waits for that, so it works whatever the main thread does.
     """
-    threading.Thread(target=_wait_for_parent, name="parent watch", daemon=True).start()
 
+    def wait() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
 
-def _wait_for_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    threading.Thread(target=wait, name="parent watch", daemon=True).start()
 
 
 @contextmanager

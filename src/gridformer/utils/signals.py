@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NoReturn
 
 GRACE_S = 3.5  # of commands that do not train
@@ -92,7 +91,8 @@ class StopRequest:
         for signum in policy.signals:
             if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
                 continue  # nohup started the process, which must outlive the terminal
-            self._old_handlers[signum] = signal.signal(signum, _ignore)
+            # A handler must exist for the wake-up descriptor to be written.
+            self._old_handlers[signum] = signal.signal(signum, lambda *_: None)
         self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
         self._thread.start()
 
@@ -241,7 +241,3 @@ def end_process(code: int) -> NoReturn:
             continue
         thread.join(0.1)
     os._exit(code)
-
-
-def _ignore(signum: int, frame: FrameType | None) -> None:
-    """Does nothing. A handler must exist for the wake-up descriptor to be written."""

@@ -62,15 +62,18 @@ def loop(items: Sequence[T]) -> Iterable[T]:
     The third turn stands for all but these. So each turn must do the same to memory and devices,
     except that the first ones begin sums and the last one may be smaller.
     """
-    return items if _mark is None or len(items) < _FEWEST else _few(items, _mark)
+    mark = _mark
+    if mark is None or len(items) < _FEWEST:
+        return items
 
+    def few() -> Iterator[T]:
+        yield from items[:2]
+        ends = mark(len(items) - 4)
+        yield items[2]
+        ends()
+        yield items[-1]
 
-def _few(items: Sequence[T], mark: Callable[[int], Callable[[], None]]) -> Iterator[T]:
-    yield from items[:2]
-    ends = mark(len(items) - 4)
-    yield items[2]
-    ends()
-    yield items[-1]
+    return few()
 
 
 @contextmanager

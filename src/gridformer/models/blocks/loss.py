@@ -32,7 +32,11 @@ class CrossEntropy(nn.Module):
         self.smoothing, self.vocab_size = smoothing, vocab_size
 
     def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        logits_TV = self._wide_columns(logits_BSV.flatten(0, -2))
+        logits_TV = logits_BSV.flatten(0, -2)
+        if self.vocab_size is None or logits_TV.shape[1] == self.vocab_size:
+            logits_TV = _wide(logits_TV)
+        else:
+            logits_TV = _WideColumns.apply(logits_TV, self.vocab_size)
         smoothing = self.smoothing if self.training else 0.0
         if logits_TV.requires_grad:
             loss: Tensor = _CrossEntropy.apply(logits_TV, targets_BS.flatten(), smoothing)
@@ -44,12 +48,6 @@ class CrossEntropy(nn.Module):
             reduction="sum",
             label_smoothing=smoothing,
         )
-
-    def _wide_columns(self, logits_TV: Tensor) -> Tensor:
-        if self.vocab_size is None or logits_TV.shape[1] == self.vocab_size:
-            return _wide(logits_TV)
-        wide: Tensor = _WideColumns.apply(logits_TV, self.vocab_size)
-        return wide
 
 
 class _CrossEntropy(torch.autograd.Function):

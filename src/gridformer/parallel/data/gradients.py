@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -284,14 +283,10 @@ class GradientSums:
     def _send(self) -> None:
         bucket = self._start_next()
         if bucket.sharded and (self._waits or bucket.axis.across):
-            self._held.append(bucket)
-            self._wait_for_room()
-
-    def _wait_for_room(self) -> None:
-        """Waits for the earliest reduce-scatters while those in flight hold too much memory."""
-        held = self._held = deque(bucket for bucket in self._held if bucket.in_flight)
-        while len(held) > _IN_FLIGHT and sum(b.n_bytes for b in islice(held, 1, None)) > self._room:
-            held.popleft().scattered()
+            held = self._held = deque(one for one in (*self._held, bucket) if one.in_flight)
+            # Those in flight must not hold too much memory.
+            while len(held) > _IN_FLIGHT and self._room < sum(b.n_bytes for b in [*held][1:]):
+                held.popleft().scattered()
 
 
 class _Bucket:

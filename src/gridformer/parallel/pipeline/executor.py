@@ -153,7 +153,8 @@ class Executor:
         self, action: Action, entered: dict[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Puts autograd leaves in front of what entered a stage; returns them and what it reads."""
-        leaves = {name: _leaf(x) for name, x in entered.items()}
+        # Each leaf holds a single element.
+        leaves = {n: x.new_empty(()).expand(x.shape).requires_grad_() for n, x in entered.items()}
         return leaves, {name: _Enter.apply(leaves[name], x) for name, x in entered.items()}
 
     def forward(
@@ -351,8 +352,3 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0], None
-
-
-def _leaf(x: Tensor) -> Tensor:
-    """Returns an autograd leaf with the shape of x that holds a single element."""
-    return x.new_empty(()).expand(x.shape).requires_grad_()

@@ -202,13 +202,9 @@ def shares_of_ranks(run: RunConfig) -> list[StageShares]:
     for rank in range(layout.pp):
         mine = [names[i] for stage in stages[rank :: layout.pp] for i in stage]
         layers = tuple(
-            (stack, sum(_is_layer_of(stack, name) for name in mine) / n)
+            (stack, sum(name.startswith(f"{stack}.layers.".lstrip(".")) for name in mine) / n)
             for stack, n in stacks.items()
         )
         lookups = sum(name.endswith("embedding") for name in mine) / len(stacks)
         shares.append(StageShares(layers, lookups, names[-1] in mine))
     return shares
-
-
-def _is_layer_of(stack: str, link: str) -> bool:
-    return link.startswith(f"{stack}.layers." if stack else "layers.")

@@ -15,6 +15,7 @@ from gridformer.mesh import Axes, Axis
 from gridformer.models import blocks
 from gridformer.models.blocks.linear import linear
 from gridformer.parallel.auto.products import blocks_of
+from gridformer.parallel.tensor.summa.stationary import WeightParts
 
 
 class GatheredRows(nn.Module):
@@ -80,34 +81,25 @@ class SliceMerged(blocks.MergedParts):
         super().__init__()
         self.branch, self.first = axes.branch, first
         self.device = torch.device(axes.device_type)
-        g = self.branch.size
         self.names = plain.names
-        self.blocks = [blocks_of(part.pieces, g) for part in plain.parts()]
-        self.widths = [part.weight.shape[1] for part in plain.parts()]
+        widths = tuple(part.weight.shape[1] for part in plain.parts())
+        within = tuple(blocks_of(part.pieces, self.branch.size) for part in plain.parts())
+        self.columns = WeightParts(self.branch, widths, within)
         self.absent = first and self.branch.index > 0
         if not self.absent:
             for name in plain.names:
                 self.add_module(name, getattr(plain, name))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        sliced = [width // n for width, n in zip(self.widths, self.blocks)]
+        sliced = self.columns.local
         if self.absent:
             y = elsewhere(x, self.branch.size * sum(sliced))
         else:
-            y = self._for_branches(linear(x, *self.operands(x.dtype)))
+            y = self.columns.by_rows(linear(x, *self.operands(x.dtype)))
         return sliced_for_branches(y, self.branch, self.first, self.device).split(sliced, -1)
 
     def cast_together(self) -> list[list[Tensor]]:
         return [] if self.absent else super().cast_together()
-
-    def _for_branches(self, out: Tensor) -> Tensor:
-        """Puts the columns of each branch next to each other: [b, s, g times their number]."""
-        g = self.branch.size
-        columns = []
-        for part, n in zip(self.split(out), self.blocks):
-            each = part.unflatten(-1, (n, -1))
-            columns.append(each if n == g else each.repeat_interleave(g // n, -2))
-        return torch.cat(columns, -1).flatten(-2)
 
 
 class ConcatLinear(_CommonLinear):

@@ -37,6 +37,8 @@ from gridformer.parallel.tensor.summa.gathered import (
 class WeightParts:
     """The columns of a weight on one column of devices, and which of them each row gets.
 
+    With sub-grids in place of rows, those of a common weight, and which of them each branch gets.
+
     Attributes:
         rows: The axis over which they are divided.
         widths: How many columns each part of the weight has, such as q, k and v.
@@ -59,7 +61,8 @@ class WeightParts:
             return y
         columns = []
         for part, n in zip(y.split(list(self.widths), -1), self.blocks):
-            columns.append(part.unflatten(-1, (n, -1)).repeat_interleave(self.rows.size // n, -2))
+            each, copies = part.unflatten(-1, (n, -1)), self.rows.size // n
+            columns.append(each if copies == 1 else each.repeat_interleave(copies, -2))
         return torch.cat(columns, -1).flatten(-2)
 
     def by_parts(self, y: Tensor) -> Tensor:
