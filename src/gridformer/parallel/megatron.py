@@ -111,7 +111,7 @@ def one_dimensional(
         grid_product,
         grid_roles,
     )
-    from gridformer.parallel.tensor.sequence import ChosenTokenOfParts, JoinedSequence, tokens_of
+    from gridformer.parallel.tensor.sequence import token_roles, tokens_of
     from gridformer.parallel.tensor.summa import InRankOrder, Replicated, boundary_of
 
     col, cuts_sequence = axes.col, boundary.activation_layout == "s"
@@ -134,12 +134,6 @@ def one_dimensional(
     def positions(plain: blocks.PositionEmbedding | blocks.SegmentEmbedding) -> None:
         plain.part = tokens.part
 
-    def dropout(plain: blocks.Dropout) -> None:
-        plain.sequence = tokens
-
-    def pooled_dropout(plain: blocks.PooledDropout) -> None:
-        plain.block = col.index  # the pooler's columns are sharded
-
     roles: dict[str, Any] = {
         **grid_roles(model, axes, choices, schedules),
         "opening": linear,
@@ -151,12 +145,6 @@ def one_dimensional(
         "relative_bias": ParamPlacement((None, "col"), copies="row", partial=True),
         # A column has other heads, so gradients are partial sums whether tokens are sharded or not.
         "head_norm": ParamPlacement((None,), copies="grid", partial=True),
-        "pooled_dropout": pooled_dropout,
+        **token_roles(axes, tokens, 0, col.index),
     }
-    if cuts_sequence:
-        roles |= {
-            "dropout": dropout,
-            "chosen_token": lambda plain: ChosenTokenOfParts(axes, tokens),
-            "whole_sequence": lambda plain: JoinedSequence(axes, tokens),
-        }
     return ModuleTable(roles, rest=everywhere, partition=partition)

@@ -132,17 +132,12 @@ class Optimus(SchemeSpec):
         from gridformer.parallel.sharding import ParamPlacement
         from gridformer.parallel.tensor.linear import Schedules, grid_product, grid_roles
         from gridformer.parallel.tensor.norm import VECTOR, GridNorm, shard_vectors
-        from gridformer.parallel.tensor.sequence import (
-            ChosenTokenOfParts,
-            JoinedSequence,
-            tokens_of,
-        )
+        from gridformer.parallel.tensor.sequence import token_roles, tokens_of
         from gridformer.parallel.tensor.stationary import stationary_table
         from gridformer.parallel.tensor.summa import boundary_of
 
         if layout.stationary == "weight":
             return stationary_table(model, axes, choices, self.boundary(layout))
-        tokens = tokens_of(axes, over_columns=False)
         schedules = Schedules(axes, boundary_of(self.boundary(layout), axes))
         roles: dict[str, Any] = {**grid_roles(model, axes, choices, schedules)}
         # Tables that are looked up locally (positions, segments, relative biases) are sharded over
@@ -161,12 +156,6 @@ class Optimus(SchemeSpec):
         def waves(plain: blocks.SinusoidalPositions) -> None:
             plain.columns = (axes.col.index, axes.col.size)
 
-        def dropout(plain: blocks.Dropout) -> None:
-            plain.sequence, plain.block = tokens, axes.col.index
-
-        def pooled_dropout(plain: blocks.PooledDropout) -> None:
-            plain.block = axes.col.index
-
         roles |= {
             "opening": linear,
             "closing": linear,
@@ -178,13 +167,7 @@ class Optimus(SchemeSpec):
             "segments": over_columns,
             "relative_bias": over_columns,
             "sinusoidal_positions": waves,
-            "dropout": dropout,
-            "pooled_dropout": pooled_dropout,
             "token_head": roles["label_head"],
+            **token_roles(axes, tokens_of(axes, False), axes.col.index, axes.col.index),
         }
-        if tokens.n > 1:
-            roles |= {
-                "chosen_token": lambda plain: ChosenTokenOfParts(axes, tokens),
-                "whole_sequence": lambda plain: JoinedSequence(axes, tokens),
-            }
         return ModuleTable(roles)

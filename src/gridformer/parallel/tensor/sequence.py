@@ -6,13 +6,16 @@ Rows (`layout.rows_over: sequence`) have two chunks of every sequence each
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gridformer.comm import autograd
 from gridformer.mesh import Axes, Axis
+from gridformer.models import blocks
 from gridformer.models.blocks import SequenceRows
 from gridformer.models.blocks.scores import ScoreBias, ScoreParts, SharedBias
 from gridformer.models.blocks.sequence import Attend, SegmentBias
@@ -119,6 +122,31 @@ def _by_head(mask: ScoreBias | None) -> bool:
     if isinstance(mask, Tensor):
         return mask.shape[1] > 1
     return isinstance(mask, SharedBias) or (isinstance(mask, ScoreParts) and mask.bias is not None)
+
+
+def token_roles(
+    axes: Axes, tokens: SequenceRows, block: int, pooled_block: int
+) -> dict[str, Callable[[Any], nn.Module | None]]:
+    """Returns what schemes make of modules that must know which tokens and columns they have.
+
+    Args:
+        tokens: The tokens between sections.
+        block: The index of the device's block of h there.
+        pooled_block: That of its block of a pooler's columns.
+    """
+
+    def dropout(plain: blocks.Dropout) -> None:
+        plain.sequence, plain.block = tokens, block
+
+    def pooled_dropout(plain: blocks.PooledDropout) -> None:
+        plain.block = pooled_block
+
+    roles: dict[str, Callable[[Any], nn.Module | None]]
+    roles = {"dropout": dropout, "pooled_dropout": pooled_dropout}
+    if tokens != SequenceRows():  # devices have parts of the sequences
+        roles["chosen_token"] = lambda plain: ChosenTokenOfParts(axes, tokens)
+        roles["whole_sequence"] = lambda plain: JoinedSequence(axes, tokens)
+    return roles
 
 
 class ChosenTokenOfParts(nn.Module):

@@ -36,7 +36,7 @@ from gridformer.parallel.tensor.linear import (
 )
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.parallel.tensor.norm import VECTOR_OVER_ROWS, GridNorm, shard_vectors
-from gridformer.parallel.tensor.sequence import ChosenTokenOfParts, JoinedSequence, tokens_of
+from gridformer.parallel.tensor.sequence import token_roles, tokens_of
 from gridformer.parallel.tensor.summa import Replicated, Sharded, boundary_of
 from gridformer.parallel.tensor.summa.stationary import (
     Ends,
@@ -229,12 +229,6 @@ def stationary_table(model: Model, axes: Axes, choices: Choices, spec: BoundaryS
     def waves(plain: blocks.SinusoidalPositions) -> None:
         plain.part, plain.columns = local.part, (row.index, row.size)
 
-    def dropout(plain: blocks.Dropout) -> None:
-        plain.sequence, plain.block = local, row.index
-
-    def pooled_dropout(plain: blocks.PooledDropout) -> None:
-        plain.block = row.index
-
     def head(plain: blocks.TiedHead) -> nn.Module:
         return StationaryTiedHead(plain, opens, choices["head"].keep_input, table, axes)
 
@@ -259,19 +253,13 @@ def stationary_table(model: Model, axes: Axes, choices: Choices, spec: BoundaryS
         "segments": positions,
         "sinusoidal_positions": waves,
         "relative_bias": ParamPlacement((None, SECTION)),
-        "dropout": dropout,
-        "pooled_dropout": pooled_dropout,
         "tied_head": head,
         "label_head": labels(not by_sequence),
         "token_head": labels(True),
         "cross_entropy": cross_entropy,
+        **token_roles(axes, local, row.index, row.index),
     }
-    if by_sequence:
-        roles |= {
-            "chosen_token": lambda plain: ChosenTokenOfParts(axes, local),
-            "whole_sequence": lambda plain: JoinedSequence(axes, local),
-        }
-    else:
+    if not by_sequence:
         roles |= {
             "padding_mask": lambda plain: GatheredMask(col),
             "attending_rows": lambda plain: GatheredRows(col),
