@@ -116,6 +116,7 @@ QUICK = {
     ("sequence", "Transformer", "none"),
     ("D&SP", "GPT-2", "full"),
     ("tokens", "GPT-2", "none"),
+    ("hidden, grid", "GPT-2", "none"),
     ("hidden, replicated", "BERT", "none"),
     ("hidden, tokens", "T5", "full"),
     ("hidden, tokens over rows", "Llama", "none"),
@@ -125,7 +126,10 @@ QUICK = {
 
 
 # These take NCCL's path (tests/support/multirank/nccl_path.py).
-OVER_NCCL = {("hidden, tokens over rows", "none"), ("late, rows", "full"), ("late, stages", "none")}
+OVER_NCCL = {
+    *(("hidden, grid", "none"), ("hidden, tokens over rows", "none")),
+    *(("late, rows", "full"), ("late, stages", "none")),
+}
 
 
 def compare_in_parts(hides: bool, late: bool, *args: Any) -> dict[str, float]:

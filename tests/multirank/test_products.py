@@ -81,6 +81,7 @@ def watched() -> Iterator[list[str]]:
             for name in ("times", "transposed_times"):
                 put(module, name, multiplying(getattr(module, name)))
         put(torch, "mm", multiplying(torch.mm))
+        put(torch, "bmm", multiplying(torch.bmm))
         put(torch, "matmul", multiplying(torch.matmul))
         put(Tensor, "addmm_", multiplying(Tensor.addmm_))
         yield events

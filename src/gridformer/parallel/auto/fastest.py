@@ -197,8 +197,10 @@ class ProductTimes:
         chunks = max(choice.n_chunks, choices.loss_chunks(choice))
         whole = choice.whole_backward
         late = choices.late_gradients and (whole or chunks == 1)
+        turned = self.between == "h" and not costs.on_cpu  # see `summa.Sharded`
         # In how many chunks gradients of activations are multiplied, and those of the weight.
-        turns, sums = 1 if late or (whole and keeps_output) else chunks, 1 if whole else chunks
+        turns = 1 if late or (whole and keeps_output) else chunks
+        sums = 1 if whole and (keeps_output or not turned) else chunks
         panels = 1 if gathers else choices.panels
         steps, apart = chunks * panels, self._rows_apart(choice)
         tokens = choices.head_tokens(choice)
@@ -229,7 +231,8 @@ class ProductTimes:
         added = weight * (2 * max(4, item) + item)
         joins = rows > 1 or product.parts or item >= 4
         n_bytes = added / rows * bool(joins) + 2 * item * weight * (blocks > 1)
-        n_bytes += (sums > 1) * sums * added * (grid > 1)
+        if sums > 1 and grid > 1:  # a GPU adds where it multiplies
+            n_bytes += sums * added if costs.on_cpu else weight * (max(4, item) + item)
         backward.memory = costs.moved_s(n_bytes)
         if choice.common:
             return forward, backward
@@ -273,6 +276,9 @@ class ProductTimes:
             # Blocks of activations are copied that are not contiguous in a message.
             copied = [2 * travels * self._scattered(choice, n) for n in (chunks, turns)]
             copied[1] *= 1 + keeps_output
+            if turned:  # parts, before they are gathered
+                again = not (keeps_output and choice.keep_input)
+                copied = [2 * travels / cols * gathered for gathered in (keeps_output, again)]
             # So is the other factor of a weight's gradient if its tokens lie apart.
             beside = 2 * tokens * (n if keeps_output else k) * item
             copied[1] += beside * (turns > 1 and apart > 1)

@@ -61,6 +61,13 @@ class Replicated:
         """
         return comm.start_all_reduce(partial, self.col, label=LABEL)
 
+    def sum_product(self, a: Any, b: Tensor, out: Tensor | None = None) -> Pending:
+        """Starts to sum the product of a [.., K] and b [K, N] over devices: `reduce_scatter`."""
+        if out is None:
+            return self.reduce_scatter(times(a, b))
+        terms = _chunk_times(a, b, None if self.gathers else out)  # is all-reduced where it is
+        return self.reduce_scatter(terms, out if out.is_contiguous() else None)
+
     def full(self, shape: torch.Size) -> list[int]:
         """Returns the shape of a gathered activation, given that of a part."""
         return list(shape)
@@ -88,6 +95,9 @@ class Sharded(Replicated):
 
     Chunks over s are some sequences, or tokens of one: those of all devices together then lie apart
     in the full activation. Chunks over b are tokens of all sequences.
+
+    Over NCCL no full activation is copied that is sharded along h: a part is transposed before it
+    is gathered, and a sum is multiplied block by block.
     """
 
     dim: int
@@ -96,7 +106,17 @@ class Sharded(Replicated):
     def gathers(self) -> bool:
         return True
 
+    @property
+    def turned(self) -> bool:
+        """Whether a gathered activation lies in memory as its transpose [h, tokens]."""
+        return self.dim == -1 and self.col.size > 1 and self.col.over_nccl
+
     def gather(self, x: Tensor, out: Tensor | None = None) -> Pending:
+        if self.turned:
+            part = x.flatten(0, -2).t().contiguous()
+            whole = x.new_empty(self.col.size * len(part), part.shape[1])
+            arriving = comm.start_all_gather(part, self.col, 0, LABEL, out=whole)
+            return Pending(whole.t().view(self.full(x.shape)), arriving)
         if out is not None:
             out = out.view(self.full(x.shape))
         return comm.start_all_gather(x, self.col, self.dim, LABEL, out=out)
@@ -105,6 +125,15 @@ class Sharded(Replicated):
         if out is not None:
             partial = partial.view(self.full(out.shape))
         return comm.start_reduce_scatter(partial, self.col, self.dim, LABEL, out=out)
+
+    def sum_product(self, a: Any, b: Tensor, out: Tensor | None = None) -> Pending:
+        if not self.turned or isinstance(a, OneHot):
+            return super().sum_product(a, b, out)
+        n, rows = self.col.size, a.flatten(0, -2)
+        blocks = torch.bmm(rows.expand(n, -1, -1), b.unflatten(1, (n, -1)).movedim(1, 0))
+        if out is None:
+            out = rows.new_empty(*a.shape[:-1], blocks.shape[2])
+        return comm.start_reduce_scatter(blocks.flatten(0, 1), self.col, 0, LABEL, out=out)
 
     def chunks(self, shape: torch.Size, n: int) -> Sequence[Chunk]:
         if self.dim == 0:
@@ -387,11 +416,9 @@ class Gathered:
         if b.whole is None:
             self.start(None, b)
         column = b.whole.wait().t()  # type: ignore[union-attr]
-        if self.n_chunks == 1:
-            return self.boundary.reduce_scatter(times(a.local, column))
         part = self.boundary.part(torch.Size((*a.local.shape[:-1], column.shape[1])))
         if len(chunks := self.chunks(torch.Size(part))) == 1:
-            return self.boundary.reduce_scatter(times(a.local, column))
+            return self.boundary.sum_product(a.local, column)
         device = torch.device("meta") if self.sums_elsewhere else column.device
         total = _ChunkedSum(self.boundary, column.new_empty(part, device=device))
         for chunk in chunks:
@@ -419,7 +446,8 @@ class Gathered:
 
         a [.., K/c], b [K/r, N/c], c [.., M/c]. The weight B may still be in flight.
         """
-        if self._at_once is not None and a.whole is None and self.boundary.gathers:
+        turned = isinstance(self.boundary, Sharded) and self.boundary.turned
+        if self._at_once is not None and a.whole is None and self.boundary.gathers and not turned:
             chunks = self.chunks(a.local.shape)
             if len(chunks) > 1:
                 return self._ab_and_whole_atb(a, b, c, chunks, into)
@@ -536,24 +564,28 @@ class Gathered:
         others = [transposed_times(block, local) for block in blocks]
         return comm.SumOfBlocks(others, self.row, LABEL).add(transposed_times(own, local))
 
-    def _accumulate(self, terms: Tensor | None, a: Any, b: Any, into: GradientSum | None) -> Tensor:
+    def _accumulate(
+        self, terms: GradientSum | None, a: Tensor, b: Any, into: GradientSum | None
+    ) -> GradientSum:
         """Adds Aᵀ B of a chunk in float32 at least, as a single product accumulates its terms."""
-        if into is not None and self.row.size == 1:
-            return _add_transposed_times(into, a, b)
         if terms is None:
-            first = transposed_times(a, b)
-            return first.to(torch.promote_types(first.dtype, torch.float32))
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == terms.dtype:
-            return terms.addmm_(a.flatten(0, -2).t(), b.flatten(0, -2))
-        terms += transposed_times(a, b)
+            alone = into is not None and self.row.size == 1
+            terms = into if alone else GradientSum((), a.dtype)
+        _add_transposed_times(terms, a, b)
         return terms
 
-    def _sum_terms(self, terms: Any, dtype: torch.dtype, into: GradientSum | None) -> Pending:
+    def _sum_terms(
+        self, terms: GradientSum | None, dtype: torch.dtype, into: GradientSum | None
+    ) -> Pending:
+        assert terms is not None
+        if terms is into:
+            return Pending(terms.value)
+        total = terms.value.to(dtype)
         if self.row.size == 1:
-            return Pending(terms if into is not None else terms.to(dtype))
+            return Pending(total)
         if self.row.over_nccl:
-            return comm.start_reduce_scatter(terms.to(dtype), self.row, 0, LABEL)
-        blocks = [*terms.to(dtype).chunk(self.row.size)]
+            return comm.start_reduce_scatter(total, self.row, 0, LABEL)
+        blocks = [*total.chunk(self.row.size)]
         own = blocks.pop(self.row.index).clone()  # of its own memory, so that all terms are freed
         return comm.SumOfBlocks(blocks, self.row, LABEL).add(own)
 
@@ -566,13 +598,11 @@ class _ChunkedSum(Pending):
         self._coming: tuple[Tensor, Pending] | None = None
 
     def start(self, chunk: Chunk, a: Any, column: Tensor) -> None:
-        """Multiplies a chunk, and starts to reduce-scatter it when the one before has come."""
+        """Multiplies a chunk, starts to reduce-scatter it, and stores the one before."""
         place = self._boundary.of_part(self._total, chunk)
-        in_place = not self._boundary.gathers  # is all-reduced where it is
-        terms = _chunk_times(a, column, place if in_place else None)
+        coming = self._boundary.sum_product(a, column, place)
         self._store()
-        contiguous = place.is_contiguous() and place.device == terms.device
-        self._coming = place, self._boundary.reduce_scatter(terms, place if contiguous else None)
+        self._coming = place, coming
 
     def wait(self) -> Tensor:
         self._store()
