@@ -196,8 +196,9 @@ def _wide(run: RunConfig, choices: Choices, choice: Choice, out: float) -> float
     copies = float(_GATHERED)
     if not on_gpu(run):
         copies += _RECEIVED * (1 - 1 / choices.cols)
-    elif choice.product.section == "feed_forward":  # over s it is gathered without a copy
-        copies -= spec_of(run.layout).boundary(run.layout).activation_layout == "s"
+    else:  # over h it is gathered without a copy, and so it is over s in a feed-forward
+        sharded = spec_of(run.layout).boundary(run.layout).activation_layout
+        copies -= sharded == "h" or (sharded == "s" and choice.product.section == "feed_forward")
     return max(out, 0.5 * out * bool(choice.product.parts) + copies * whole)
 
 

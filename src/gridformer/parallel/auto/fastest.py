@@ -437,7 +437,7 @@ def fastest_choices(
     longer = max(map(by_rules.activation_bytes, by_rules.products.values()))
     costs = Costs(cluster)
     # Processes that share a CPU gain nothing: while one of them waits, another one multiplies.
-    late = not costs.on_cpu and 2 * longer < room
+    late = not costs.on_cpu and 2 * longer < room and by_rules.cols > 1
     late = late and spec_of(layout).boundary(layout).activation_layout == "s"
     by_rules = replace(by_rules, late_gradients=late)
     times = ProductTimes(by_rules, layout, block, costs)
