@@ -569,8 +569,8 @@ class Gathered:
     ) -> GradientSum:
         """Adds Aᵀ B of a chunk in float32 at least, as a single product accumulates its terms."""
         if terms is None:
-            alone = into is not None and self.row.size == 1
-            terms = into if alone else GradientSum((), a.dtype)
+            terms = into if self.row.size == 1 else None
+            terms = terms or GradientSum((), a.dtype)
         _add_transposed_times(terms, a, b)
         return terms
 
