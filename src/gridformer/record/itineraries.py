@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from gridformer.config import LayoutConfig, RunConfig
@@ -53,15 +54,15 @@ def shortened(
             without it no stage of a rank is like another one.
     """
     pp, k, m = layout.pp, layout.stages_per_rank, layout.micro_batches
-    alike = alike or range(k)
+    alike, every = alike or range(k), layout.gradient_sync == "micro_batch"
     orders = actions_of(layout.pipeline_order, pp, k, m)
     orders = orders if training else forwards(orders)
     wholes = [Itinerary.of(orders, index, k * pp) for index in indices]
-    schedules = [keys_of(whole, pp, alike) for whole in wholes]
+    schedules = [keys_of(whole, pp, alike, every) for whole in wholes]
     wanted = [{key for group in {*keys} for key in group} for keys in schedules]
     short, best, there, most = wholes[0], schedules[0], wanted[0], 0
-    for other in _with_few_micro_batches(wholes[0], m):
-        keys = keys_of(other, pp, alike)
+    for other in _with_few_micro_batches(wholes[0], m, pp, alike):
+        keys = keys_of(other, pp, alike, every)
         kinds = {key for group in keys for key in group}
         covered = sum(one <= kinds for one in wanted) if wanted[0] <= kinds else 0
         if covered > most:
@@ -73,25 +74,37 @@ def shortened(
     )
 
 
-def _with_few_micro_batches(whole: Itinerary, m: int) -> Iterator[Itinerary]:
-    """Yields a schedule with the first of m micro-batches, or with the first and the last."""
+def _with_few_micro_batches(
+    whole: Itinerary, m: int, pp: int, alike: Sequence[int]
+) -> Iterator[Itinerary]:
+    """Yields a schedule with the first of m micro-batches, or with the first and the last.
 
-    def kept(actions: Sequence[Action]) -> tuple[Action, ...]:
-        return tuple(action for action in actions if action.micro in micros)
-
-    for n in range(1, min(m, _MOST + 1)):
-        for last in sorted({0, n // 2}):
-            micros = {*range(n - last), *range(m - last, m)}
-            sends = {a: message for a, message in whole.sends.items() if a.micro in micros}
+    Stages that do the same as an earlier one run no more than two of them if that suffices.
+    """
+    several = len({*alike}) < len(alike)
+    for n, two in product(range(1, min(m, _MOST + 1)), sorted({several, False}, reverse=True)):
+        for last in sorted({0, n // 2}) if n > 2 or not two else ():
+            every = [*range(n - last), *range(m - last, m)]
+            micros = [
+                {every[0], every[-1]} if two and like != i else {*every}
+                for i, like in enumerate(alike)
+            ]
+            actions = tuple(a for a in whole.actions if a.micro in micros[a.stage // pp])
+            mine = {*actions}
+            sends = {a: message for a, message in whole.sends.items() if a in mine}
+            sent = {message for message, _ in sends.values()}
             taken: dict[Action, tuple[Action, ...]] = {}
             for coming in whole.arrivals.values():
                 read: tuple[Action, ...] = ()
                 for message in coming:
-                    read += kept(whole.taken[message])
-                    if message.micro in micros:
+                    read += tuple(one for one in whole.taken[message] if one in sent)
+                    if message in mine:
                         taken[message], read = read, ()
-            arrivals = {peer: kept(coming) for peer, coming in whole.arrivals.items()}
-            yield Itinerary(kept(whole.actions), sends, arrivals, taken)
+            arrivals = {
+                peer: tuple(one for one in coming if one in mine)
+                for peer, coming in whole.arrivals.items()
+            }
+            yield Itinerary(actions, sends, arrivals, taken)
 
 
 def stages_held(run: RunConfig, decisions: Decisions) -> list[list[Hashable]]:
@@ -124,8 +137,11 @@ def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
     return [*places.values()]
 
 
-def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
-    """Returns the keys of the parts of a rank's step in a pipeline of `pp` ranks, in order."""
+def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int], every_pass: bool) -> PartKeys:
+    """Returns the keys of the parts of a rank's step in a pipeline of `pp` ranks, in order.
+
+    `every_pass` says whether every backward pass sums gradients, or only the last of a stage does.
+    """
     queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
     sender = {action: peer for peer, coming in itinerary.arrivals.items() for action in coming}
     last = {a.stage: a for a in itinerary.actions if a.kind == "backward"}
@@ -171,8 +187,10 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
         # The first pass of a stage adds to gradients that an earlier stage shares with it.
         begun = -1 if again else sum(kind == other for other, _ in seen)
         fresh = micro not in micros  # stamps of dropout are copied to the device
-        group.append((kind, like(stage), begun, ends, fresh, not micros, ended))
-        ended += ends  # sums that a stage has begun end in passes of other stages
+        # Sums that a stage has begun end in passes of other stages that sum gradients, too.
+        others = ended if ends or every_pass else 0
+        group.append((kind, like(stage), begun, ends, fresh, not micros, others))
+        ended += ends
         if action in itinerary.sends:
             message, peer = itinerary.sends[action]
             sent.setdefault(peer, []).append(message)
