@@ -19,7 +19,7 @@ from gridformer.config import RunConfig
 from gridformer.memory.quick import quick_peaks
 from gridformer.memory.room import room_on
 from gridformer.parallel.auto.cost import Choice, resolved
-from gridformer.parallel.auto.decisions import decisions_of
+from gridformer.parallel.auto.decisions import Decisions, decisions_of
 from gridformer.parallel.auto.fastest import CAST_BYTES, NORM_LAUNCHES, Load, ProductTimes
 from gridformer.parallel.auto.products import keys_chunks, parameter_bytes
 from gridformer.parallel.data.buckets import BUCKET_BYTES
@@ -55,14 +55,20 @@ class Estimate:
         return self.peak_gib <= self.limit_gib
 
 
-def estimate(run: RunConfig, cluster: Cluster, costs: Costs | None = None) -> Estimate:
+def estimate(
+    run: RunConfig,
+    cluster: Cluster,
+    costs: Costs | None = None,
+    decisions: Decisions | None = None,
+) -> Estimate:
     """Estimates the time and the memory of a step of a checked run.
 
-    Costs of this cluster remember what was asked; None makes new ones.
+    Costs of this cluster remember what was asked; None makes new ones. `decisions` are those of the
+    run; None decides.
     """
     costs = costs or Costs(cluster.for_processes(run.layout.n_processes))
     cluster, layout, host = costs.cluster, run.layout, costs.cluster.host
-    decisions = decisions_of(run)
+    decisions = decisions or decisions_of(run)
     choices, traffic = decisions.choices, decisions.traffic
     step = _Step(resolved(run, choices), ProductTimes(choices, layout, decisions.block, costs))
     m, k = layout.micro_batches, layout.stages_per_rank

@@ -16,7 +16,7 @@ from gridformer.cluster.costs import Costs
 from gridformer.cluster.file import Cluster
 from gridformer.config import LayoutConfig, RunConfig, divisors
 from gridformer.memory.layouts import candidates
-from gridformer.parallel.auto.decisions import decisions_of
+from gridformer.parallel.auto.decisions import Decisions, decisions_of
 from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.roofline import Estimate, estimate
@@ -138,6 +138,7 @@ class Search:
             costs = Costs(cluster)
         self.costs = costs
         self.n_estimates = 0
+        self._known: dict[tuple[object, ...], Estimate] = {}
 
     def arrangements(self) -> Iterator[RunConfig]:
         """Yields the run on every arrangement of the devices that is valid with this batch."""
@@ -164,10 +165,13 @@ class Search:
                 if run is not None and spec_of(layout).may_win(run):
                     yield run
 
-    def estimated(self, run: RunConfig) -> PlannedLayout:
-        """Returns the run with its estimate."""
+    def estimated(self, run: RunConfig, decisions: Decisions | None = None) -> PlannedLayout:
+        """Returns the run with its estimate; `decisions` are those of the run, if known."""
         self.n_estimates += 1
-        return PlannedLayout(run, estimate(run, self.cluster, self.costs))
+        key = run.model, run.data, run.layout, run.train
+        if key not in self._known:
+            self._known[key] = estimate(run, self.cluster, self.costs, decisions)
+        return PlannedLayout(run, self._known[key])
 
     def fits(self, one: PlannedLayout, margin: float = MARGIN) -> bool:
         """Whether a layout may fit, where its estimate may be `margin` times the limit."""
@@ -238,10 +242,10 @@ class Search:
         other = changed(one.run, {"layout.cluster": self.named})
         if other is None:
             return one
-        mine, theirs = (decisions_of(run).choices.products for run in (one.run, other))
-        if mine == theirs:
+        mine, theirs = decisions_of(one.run), decisions_of(other)
+        if mine.choices.products == theirs.choices.products:
             return one
-        timed = self.estimated(other)
+        timed = self.estimated(other, theirs)
         return timed if self.fits(timed) and timed.step_s < GAIN * one.step_s else one
 
     def smaller(self, large: PlannedLayout, scale: float) -> PlannedLayout | None:
