@@ -424,7 +424,8 @@ def test_deep_pipelines_need_three_micro_batches() -> None:
 
 
 def test_equal_stages_need_the_first_and_the_last_micro_batch() -> None:
-    layout = {"pp": 2, "micro_batches": 8, "stages_per_rank": 4, "dp": 2, "dp_mode": "fsdp"}
+    layout: dict[str, Any] = {"pp": 2, "micro_batches": 8, "stages_per_rank": 4, "dp": 2}
+    layout["dp_mode"] = "fsdp"
     short, _, schedules = shortened(LayoutConfig(**layout), [0], alike=[0, 1, 1, 1])
     assert None not in schedules
     assert len(short.actions) == 2 * (2 * 4 + 2), "and the first of each kind one in the middle"
