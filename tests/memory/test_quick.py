@@ -131,6 +131,7 @@ CASES += [
         *(("llama-3.2-1b", GRID, FULL), ("llama-3.2-1b", {**BRANCHES, **STEP}, FULL)),
         ("llama-3.2-1b", {**EACH_PASS, **MEGATRON}, {}),
         ("llama-3.2-1b", {**EACH_PASS, "shard_over": 2}, FULL),
+        ("llama-3.2-1b", {**EACH_PASS, "pp": 2}, FULL),
         ("llama-3.2-1b", MEGATRON, {**FULL, "recompute_layers": 4}),
         ("llama-3.2-1b", {"pp": 2, "micro_batches": 4}, {**EXCEPT, "recompute_layers": 3}),
         ("llama-3.2-1b", {**SEQUENCE, **STEP}, EXCEPT),

@@ -50,6 +50,7 @@ LAYOUTS: dict[str, Layout] = {
     "optimus, micro-batches": {**GRID, "keep_gathered": "weights", "micro_batches": 3},
     "rows over the sequence": {**GRID, "rows_over": "sequence", "keep_gathered": "none"},
     "2-D, rows over the sequence": {**GRID, "scheme": "megatron_2d", "rows_over": "sequence"},
+    "stationary weights": {"scheme": "optimus", "rows": 4, "cols": 1, "stationary": "weight"},
     "D&SP": SUPER,
     "D&SP, outside": {**SUPER, "attention": "outside", "keep_gathered": "none"},
     "cSub": {**SUPER, "common": "first"},

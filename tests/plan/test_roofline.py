@@ -95,6 +95,18 @@ def test_what_is_recomputed_counts(how: dict[str, Any]) -> None:
     assert less < 0.97 * full
 
 
+def test_sums_in_each_micro_batch_take_their_time() -> None:
+    layout = {**FSDP, "dp": 64, "micro_batches": 8}
+    runs = [
+        run_of("gpt2-774m", {**layout, "gradient_sync": sync}, global_batch=512)
+        for sync in ("step", "micro_batch")
+    ]
+    once, each = (predict(run, cluster(), memory=False).step_s for run in runs)
+    ours, often = (estimate(run, cluster()).step_s for run in runs)
+    assert ours / often == pytest.approx(once / each, abs=0.05)
+    assert once < 0.8 * each
+
+
 def test_a_chunked_head_by_panels_takes_longer() -> None:
     """The panels of its table travel again for each chunk of the loss."""
     grid = {"scheme": "optimus", "rows": 2, "cols": 4, "schedule": "broadcast"}
