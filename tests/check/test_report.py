@@ -67,8 +67,8 @@ def only(report: Report) -> Problem:
     return problem
 
 
-def strides_kept() -> AbstractContextManager[object]:
-    """The result of a reduce-scatter keeps the strides of a transposed block, as it once did."""
+def shape_kept() -> AbstractContextManager[object]:
+    """The result of a reduce-scatter has the shape of a block, not that of where it belongs."""
 
     def start(x: Tensor, axis: Axis, dim: int, *_: Any, **__: Any) -> Pending:
         dim %= x.dim()
@@ -282,10 +282,10 @@ DRIFT: dict[str, Any] = {"pp": 2, "dp": 2, "micro_batches": 2}
 LONGER = ("rank 1: all_reduce of", "module layers.0")
 CIRCLE = ("pipeline/executor.py", "before it in the same group comes", "layout.pipeline=gpipe")
 OVER_DP = ("only then over dp at parallel/data/gradients.py",)
-VIEW = ("parallel/tensor/summa/gathered.py", "view size is not compatible")
+SHAPE = ("models/blocks/layer.py", "should be broadcastable")
 NO_GROUP = ("rank 0 creates 1 group for pp, but rank 1 creates no more groups",)
 FOUND: dict[str, Found] = {
-    "strides kept": Found(strides_kept, OPTIMUS, "error", (0, 1, 2, 3), "", VIEW),
+    "shape kept": Found(shape_kept, OPTIMUS, "error", (0, 1, 2, 3), "", SHAPE),
     # Only other sub-grids mix devices.
     "counts": Found(counts_left_on_the_device, CSUB, "device", (1,), "", ("cuda",)),
     # The next message of the group does not fit, and the numbers of messages say why.

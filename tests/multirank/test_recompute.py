@@ -408,7 +408,7 @@ def test_parameters_are_gathered_twice_and_prefetched(
 ) -> None:
     """A layer's parameters are gathered once for forward and once for backward with recomputation.
 
-    All but the first gather of each pass are in flight before they are needed.
+    All but the first gather of a pass are in flight before they are needed.
     """
     layout = {**FSDP[name], "dp": 2, "dp_mode": "fsdp", "micro_batches": 2}
     n = LayoutConfig(**layout).n_processes
@@ -418,5 +418,6 @@ def test_parameters_are_gathered_twice_and_prefetched(
         assert moved == said
         assert found == before
         late = [layer for layer, ahead in found if not ahead]
-        passes = 2 * 2  # forward and backward, micro-batches
+        # Forward of each micro-batch; in a pipeline backward, too: otherwise the loss hides it.
+        passes = 2 * (2 if "pp" in layout else 1)
         assert len(late) <= passes

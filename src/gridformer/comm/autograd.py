@@ -34,6 +34,11 @@ def one_thread() -> AbstractContextManager[object]:
     return torch.autograd.set_multithreading_enabled(False)
 
 
+def version_of(x: Tensor) -> int | None:
+    """Returns how often x was changed in place; None for a tensor of inference mode."""
+    return None if x.is_inference() else x._version
+
+
 def allreduce_identity(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
     """Forward all-reduce of partial sums, backward identity: g of Megatron-LM.
 

@@ -52,6 +52,8 @@ class FSDPUnit:
         before: The unit that the backward pass needs next; it is prefetched.
         reshards: Whether a layer frees them after its passes (`reshard: layer`), or they stay until
             the step ends.
+        comes_again: Whether the backward pass begins with this layer: it is gathered again while
+            the loss is computed, before the gradients of the head occupy the links.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class FSDPUnit:
         self.before: FSDPUnit | None = None
         self.whole = False
         self.reshards = True
+        self.comes_again = False
         self._in_backward = False
         self._missing: set[nn.Parameter] = set()
         self._coming: list[comm.Pending] | None = None
@@ -120,6 +123,8 @@ class FSDPUnit:
         # If it was recomputed, its backward pass follows.
         if self.reshards and not self._in_backward:
             self.reshard()
+            if self.comes_again and torch.is_grad_enabled():
+                self.prefetch()
 
     def _before_backward(self, _: Tensor) -> None:
         self._in_backward, self._missing = True, set(self.parameters)
@@ -196,6 +201,8 @@ class Gathering:
         for layer, unit in zip(layers, self.layers):
             unit.reshards = reshards
             unit.watch(layer, hooks or model.recompute)  # type: ignore[arg-type]
+        if self.layers:
+            self.layers[-1].comes_again = axes.pp.size == 1
         for unit, after in pairwise(self.layers):
             unit.after, after.before = after, unit
         inside = {parameter for each in of_layer for parameter in each}

@@ -101,7 +101,7 @@ class Entering:
         self._uses = 0
 
     def __call__(self, x: Tensor, n_in: int) -> Tensor:
-        state = torch.is_grad_enabled(), None if x.is_inference() else x._version
+        state = torch.is_grad_enabled(), autograd.version_of(x)
         if self._last is None or self._last[0] is not x or self._last[1] != state:
             over_h = isinstance(self.boundary, Sharded) and x.shape[-1] < n_in
             entered = enter(x, self.boundary if over_h else self._whole)

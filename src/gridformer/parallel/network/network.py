@@ -42,6 +42,15 @@ from gridformer.parallel.validation import layout_problems
 from gridformer.utils.errors import ConfigError
 
 LABEL = "network"
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 def parallelize(
@@ -221,10 +230,10 @@ def _of_shared(module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterato
 
 def _random_or_mixing(modules: Mapping[str, nn.Module], layout: LayoutConfig) -> Iterator[str]:
     for name, module in modules.items():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and layout.n_processes > 1:
+        if isinstance(module, _BATCH_NORMS) and layout.n_processes > 1:
             yield f"{name}: {type(module).__name__} mixes samples, of which a process has a part"
         rates = {k: v for k, v in vars(module).items() if "dropout" in k and isinstance(v, float)}
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, _DROPOUTS):
             rates["p"] = float(module.p)
         for key, rate in rates.items():
             if rate > 0:
@@ -239,7 +248,8 @@ def _of_module(
 ) -> Iterator[str]:
     """Yields what keeps a module from having its role."""
     cols, rows = layout.cols, layout.rows
-    hooked = module._forward_hooks or module._forward_pre_hooks
+    ends = ("forward_hooks", "forward_pre_hooks")
+    hooked = any(hooks for key, hooks in vars(module).items() if key.endswith(ends))
     if role.kind == "norm":
         if between == "h" and roles.in_layers(name) and parts.known_norm(module) is None:
             yield (

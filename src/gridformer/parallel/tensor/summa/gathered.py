@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class Sharded(Replicated):
     def gathers(self) -> bool:
         return True
 
-    @property
+    @cached_property
     def turned(self) -> bool:
         """Whether a gathered activation lies in memory as its transpose [h, tokens]."""
         return self.dim == -1 and self.col.size > 1 and self.col.over_nccl
@@ -128,6 +129,8 @@ class Sharded(Replicated):
 
     def sum_product(self, a: Any, b: Tensor, out: Tensor | None = None) -> Pending:
         if not self.turned or isinstance(a, OneHot):
+            if out is None:
+                return self.reduce_scatter(times(a, b))
             return super().sum_product(a, b, out)
         n, rows = self.col.size, a.flatten(0, -2)
         blocks = torch.bmm(rows.expand(n, -1, -1), b.unflatten(1, (n, -1)).movedim(1, 0))
@@ -416,6 +419,8 @@ class Gathered:
         if b.whole is None:
             self.start(None, b)
         column = b.whole.wait().t()  # type: ignore[union-attr]
+        if self.n_chunks == 1:
+            return self.boundary.sum_product(a.local, column)
         part = self.boundary.part(torch.Size((*a.local.shape[:-1], column.shape[1])))
         if len(chunks := self.chunks(torch.Size(part))) == 1:
             return self.boundary.sum_product(a.local, column)
