@@ -214,7 +214,9 @@ def _batch(place: Place) -> str:
 def _label(cell: Cell) -> str:
     if not cell:
         return ""
-    first = next(iter(cell.values())).name.replace(", ", "\n")
+    first = next(iter(cell.values())).name.replace(" over the sequence", ", over s")
+    first = first.replace(", sequence parallel", "").replace(", interleaved", "")
+    first = first.replace(", ", "\n")
     behind = _behind(cell)
     if behind == 0:
         return first
