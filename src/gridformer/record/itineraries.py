@@ -54,15 +54,15 @@ def shortened(
             without it no stage of a rank is like another one.
     """
     pp, k, m = layout.pp, layout.stages_per_rank, layout.micro_batches
-    alike, every = alike or range(k), layout.gradient_sync == "micro_batch"
+    alike = alike or range(k)
     orders = actions_of(layout.pipeline_order, pp, k, m)
     orders = orders if training else forwards(orders)
     wholes = [Itinerary.of(orders, index, k * pp) for index in indices]
-    schedules = [keys_of(whole, pp, alike, every) for whole in wholes]
+    schedules = [keys_of(whole, pp, alike) for whole in wholes]
     wanted = [{key for group in {*keys} for key in group} for keys in schedules]
     short, best, there, most = wholes[0], schedules[0], wanted[0], 0
     for other in _with_few_micro_batches(wholes[0], m, pp, alike):
-        keys = keys_of(other, pp, alike, every)
+        keys = keys_of(other, pp, alike)
         kinds = {key for group in keys for key in group}
         covered = sum(one <= kinds for one in wanted) if wanted[0] <= kinds else 0
         if covered > most:
@@ -137,11 +137,8 @@ def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
     return [*places.values()]
 
 
-def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int], every_pass: bool) -> PartKeys:
-    """Returns the keys of the parts of a rank's step in a pipeline of `pp` ranks, in order.
-
-    `every_pass` says whether every backward pass sums gradients, or only the last of a stage does.
-    """
+def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
+    """Returns the keys of the parts of a rank's step in a pipeline of `pp` ranks, in order."""
     queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
     sender = {action: peer for peer, coming in itinerary.arrivals.items() for action in coming}
     last = {a.stage: a for a in itinerary.actions if a.kind == "backward"}
@@ -187,9 +184,8 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int], every_pass: boo
         # The first pass of a stage adds to gradients that an earlier stage shares with it.
         begun = -1 if again else sum(kind == other for other, _ in seen)
         fresh = micro not in micros  # stamps of dropout are copied to the device
-        # Sums that a stage has begun end in passes of other stages that sum gradients, too.
-        others = ended if ends or every_pass else 0
-        group.append((kind, like(stage), begun, ends, fresh, not micros, others))
+        # Sums that the last pass of a stage has begun end in the last passes of other stages.
+        group.append((kind, like(stage), begun, ends, fresh, not micros, ended * ends))
         ended += ends
         if action in itinerary.sends:
             message, peer = itinerary.sends[action]
