@@ -188,8 +188,8 @@ def _fail(error: Exception, stop: signals.StopRequest) -> NoReturn:
         if caused_by_peer and prints:
             time.sleep(_LINGER_S)
         if not stop.reported:
-            with suppress(OSError):  # a descriptor for the report, if there are too many
-                os.close(0)
+            with suppress(OSError, ValueError, AttributeError):  # if there are too many descriptors
+                os.close(sys.stdin.fileno())  # not 0, which may be the pipe that ends with `launch`
             try:
                 _write_failure(error)
             except OSError:  # TMPDIR is full

@@ -112,6 +112,9 @@ def one_is_killed(folder: Path, n: int) -> None:
 
 
 def config_error(folder: Path, n: int) -> None:
+    """Fail, and check that descriptor 0, which may be of other use, stays open to the end."""
+    end = signals.end_process
+    patch.object(signals, "end_process", lambda code: (os.fstat(0), end(code))).start()
     raise ConfigError("first problem", "second problem")
 
 
