@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 from gridformer.config import LayoutConfig
 from gridformer.launch import launch
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
-from gridformer.parallel.network.network import Network, check, parallelize
+from gridformer.parallel.network.network import Network, parallelize
 from gridformer.parallel.network.plan import roles_of
+from gridformer.parallel.network.refusals import check
 from gridformer.parallel.registry import describe_layout
 from gridformer.utils.errors import UserError, require
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import gridformer
 from examples import own_model
 from gridformer.config import LayoutConfig
-from gridformer.parallel.network.network import check
 from gridformer.parallel.network.plan import PlanRole, roles_of
+from gridformer.parallel.network.refusals import check
 from gridformer.prove import compare
 from gridformer.utils.errors import ConfigError
 from tests.support.multirank.pool import WorkerPool

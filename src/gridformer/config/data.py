@@ -35,6 +35,7 @@ TASKS: dict[Family, tuple[Task, ...]] = {
     "t5": ("spans", "pairs", "classify", "regression", "choice", "answer"),
     "transformer": ("pairs",),
     "llama": ("causal", "classify", "regression", "choice", "answer", "chat"),
+    "network": ("causal",),
 }
 # The tasks that have a head of their own instead of the head that predicts tokens, and the keys of
 # `model` that they set.

@@ -9,9 +9,10 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from gridformer.config.base import Config, any_of, divisors
+from gridformer.config.folder import sizes_of_folder
 from gridformer.utils.units import MOST_LAYERS, MOST_TOKENS, WIDEST
 
-Family = Literal["gpt2", "bert", "t5", "transformer", "llama"]
+Family = Literal["gpt2", "bert", "t5", "transformer", "llama", "network"]
 ENCODER_DECODER: tuple[Family, ...] = ("t5", "transformer")
 _ONLY_IN: dict[str, tuple[Family, ...]] = {
     "n_decoder_layers": ENCODER_DECODER,
@@ -22,13 +23,14 @@ _ONLY_IN: dict[str, tuple[Family, ...]] = {
     "relative_buckets": ("t5",),
     "relative_max_distance": ("t5",),
     "init_std": ("gpt2", "bert", "llama"),
-    "n_kv_heads": ("llama",),
+    "n_kv_heads": ("llama", "network"),
     "rope_theta": ("llama",),
     "rope_scaling": ("llama",),
     "qkv_bias": ("llama",),
     "qk_norm": ("llama",),
     "window": ("llama",),
-    "tied_head": ("llama",),
+    "tied_head": ("llama", "network"),
+    "folder": ("network",),
 }
 _LENGTH = "original_max_position_embeddings"
 _LLAMA3 = ("low_freq_factor", "high_freq_factor")
@@ -96,7 +98,7 @@ class RopeScaling(Config):
 
 
 class ModelConfig(Config):
-    """A transformer of one of five families, and its sizes.
+    """A transformer of one of five families, or a network of transformers, and its sizes.
 
     gpt2 and llama are decoders, bert is an encoder, and t5 and transformer are encoder-decoder
     models. llama stands for Llama, Mistral, Qwen2 and Qwen3. In the documentation's symbols N is
@@ -109,7 +111,11 @@ class ModelConfig(Config):
     """A run file may name a shipped model, whose values are used where the file sets none, or give
     a model any other name."""
     family: Family = "gpt2"
-    """The family determines the architecture of the model."""
+    """The family determines the architecture of the model; network is what `folder` holds."""
+    folder: str = ""
+    """A Hugging Face folder holds the network, as its config.json says, with its weights if there
+    are any, and otherwise with new ones. The other keys of this section are read from there. No
+    code in it is run, and its rates of dropout are not used."""
     n_layers: int = Field(ge=1, le=MOST_LAYERS)
     """The model has this number of layers, or for t5 and transformer this number of encoder
     layers."""
@@ -184,6 +190,9 @@ class ModelConfig(Config):
         if not isinstance(values, dict):
             return values
         filled = dict(values)
+        if values.get("folder"):
+            sizes = sizes_of_folder(str(values["folder"]))
+            filled = values = {**sizes, **values, "folder": sizes["folder"]}
         family, hidden = values.get("family", "gpt2"), values.get("hidden_size")
         if not values.get("ffn_size") and isinstance(hidden, int):
             filled["ffn_size"] = 4 * hidden
@@ -240,6 +249,16 @@ class ModelConfig(Config):
         return self.head_dim or self.hidden_size // self.n_heads
 
     @property
+    def outline(self) -> ModelConfig:
+        """A model of gridformer with the products of this one, by which layouts are estimated.
+
+        A network is taken for a llama of its sizes. What is predicted, and not only ranked, comes
+        from its own code.
+        """
+        changes = {"family": "llama", "folder": "", "norm_position": "pre"}
+        return self.model_copy(update=changes) if self.family == "network" else self
+
+    @property
     def kv_heads(self) -> int:
         """The number m of key/value heads: n_kv_heads, or its default n_heads."""
         return self.n_kv_heads or self.n_heads
@@ -247,7 +266,7 @@ class ModelConfig(Config):
     @property
     def gated(self) -> bool:
         """Whether the feed-forward has a gate, which is a third matrix."""
-        return self.family == "llama"
+        return self.family in ("llama", "network")
 
     @property
     def pooled_labels(self) -> bool:

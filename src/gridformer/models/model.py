@@ -59,12 +59,17 @@ def only_layers(names: Collection[str]) -> Iterator[None]:
         _held.reset(before)
 
 
+def held_layers() -> Collection[str] | None:
+    """Returns the names of `only_layers`; None outside that context."""
+    return _held.get()
+
+
 def build_layers(stack: str, n: int, layer: Callable[[str], nn.Module]) -> nn.ModuleDict:
     """Builds the n layers of a stack that are to be built, given a function of a layer's name.
 
     A ModuleDict keeps parameter names the same on a device that holds only some layers.
     """
-    held = _held.get()
+    held = held_layers()
     names = {i: f"{stack}.{i}" for i in range(n)}
     return nn.ModuleDict({str(i): layer(x) for i, x in names.items() if held is None or x in held})
 
@@ -299,14 +304,14 @@ class Model(nn.Module):
         all of them.
         """
         self.recompute.mode = mode
-        names = [link.name for link in self.links()]
+        links = self.links()
         whole: set[str] = set()
-        for stage in (self.stages or (range(len(names)),)) if layers else ():
+        for stage in (self.stages or (range(len(links)),)) if layers else ():
             seen: Counter[str] = Counter()
-            for name in (names[i] for i in stage):
-                stack, _, number = name.rpartition(".")
+            for link in (links[i] for i in stage):
+                stack, _, number = link.name.rpartition(".")
                 seen[stack] += number.isdigit()
-                whole |= {name} if number.isdigit() and seen[stack] > layers else set()
+                whole |= {link.modules[0]} if number.isdigit() and seen[stack] > layers else set()
         self.recompute.whole = {part for name, part in self.named_modules() if name in whole}
         for module in self.modules():
             if isinstance(module, Attention | CrossAttention):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
-from gridformer.models import FAMILIES, Model, blocks, build_model
+from gridformer.models import FAMILIES, Model, Network, blocks, build_model
 from gridformer.models.blocks import Init, attach_copies, attach_gradient_slots
 from gridformer.models.model import only_layers
 from gridformer.parallel import pipeline
@@ -60,6 +60,11 @@ def parallelize(
             "gridformer.parallel.branches.parallelize_branches(network, g)"
         )
     choices = choices or decide(model.config, layout)
+    if isinstance(model, Network):
+        from gridformer.parallel.network.replacing import shard_model
+
+        model.sharding = shard_model(model, layout, axes)
+        return model
     split_heads(model.config, layout, axes)
     table = spec_of(layout).table(model, axes, choices, layout)
     if table is not None:
@@ -102,7 +107,11 @@ def build_parallel(
     if layout.pp > 1:
         pipeline.mark_shared(model, axes)
     cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
-    initialize(model, seed, device, PARAMETER_DTYPE[dtype], cut, filled)
+    values = model.initial_values(seed) if isinstance(model, Network) and filled else None
+    initialize(model, seed, device, PARAMETER_DTYPE[dtype], cut, filled, values)
+    if isinstance(model, Network):
+        model.sharding.finish(model)
+        model.fill_buffers(device)
     attach_copies(model, getattr(torch, dtype), choices.cast_once)
     attach_gradient_slots(model)
     reserve_padding(model.parameters(), axes)
@@ -184,9 +193,10 @@ def initialize(
     model: nn.Module,
     seed: int,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     cut: Callable[[nn.Parameter], None] | None = None,
     filled: bool = True,
+    values: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Replaces every parameter of a model by one that is allocated and initialized, in place.
 
@@ -194,18 +204,28 @@ def initialize(
         cut: Called with each parameter as soon as it is initialized. The memory that it frees
             (gridformer.parallel.data.zero) is thus never allocated for two parameters at once.
         filled: Whether parameters get their initial values. Otherwise they are 0.
+        values: Returns the whole value of a parameter by its name, in place of its `Init`. Its type
+            is that of the parameter if `dtype` is None.
     """
-    for name, parameter in list(model.named_parameters()):
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         module_name, _, leaf = name.rpartition(".")
+        if parameter in made:  # several modules share it
+            setattr(model.get_submodule(module_name), leaf, made[parameter])
+            continue
         info = info_of(parameter)
         shard, init = info.shard, info.init
-        assert init is not None, f"{name} has no Init: create it with models.blocks.new_parameter"
+        whole = values(name) if values and filled else None
         shape = parameter.shape[::-1] if shard.transposed else parameter.shape
-        local = torch.zeros(shape, dtype=dtype, device=device)
+        local = torch.zeros(shape, dtype=dtype or parameter.dtype, device=device)
         local = local.t() if shard.transposed else local
-        if filled:
+        if whole is not None:
+            local.copy_(shard.block_of(whole, local.shape))
+        elif filled:
+            assert init is not None, f"{name} has no Init: use models.blocks.new_parameter"
             _fill(shard.valid(local), init, rng.key(seed, name), shard.offset)
-        ours = set_info(nn.Parameter(local), info)
+        ours = set_info(nn.Parameter(local, requires_grad=parameter.requires_grad), info)
+        made[parameter] = ours
         setattr(model.get_submodule(module_name), leaf, ours)
         if cut is not None:
             cut(ours)

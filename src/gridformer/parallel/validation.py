@@ -380,6 +380,14 @@ def _length(run: RunConfig) -> Iterator[Violation]:
     yield Violation("length", text, [shorter, _one("model.max_seq_len", [run.seq_len])])
 
 
+def _network(run: RunConfig) -> Iterator[Violation]:
+    if run.model.family == "network":
+        from gridformer.parallel.network.refusals import run_problems
+
+        for text in run_problems(run):
+            yield Violation("network", text, [])
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _axes,
     _keys,
@@ -393,6 +401,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _racks,
     _cluster,
     _length,
+    _network,
 )
 
 

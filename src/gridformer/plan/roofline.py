@@ -240,7 +240,7 @@ class _Step:
         heads, d = max(1, model.n_heads // self.choices.within), model.head_width
         if self.choices.heads_over_rows:
             heads, rows = heads // rows, 1
-        causal = stack == "decoder" or model.family in ("gpt2", "llama")
+        causal = stack == "decoder" or model.family in ("gpt2", "llama", "network")
         own = stack == "encoder" or model.attention_dropout or self.run.data.document_mask
         hides = min(model.window or 1, s) if causal else 0
         kinds = [(source, source, 0) if stack == "encoder" else (s, s, hides)]

@@ -26,6 +26,7 @@ _WANTED: dict[Family, tuple[str, ...]] = {
     "bert": ("pad", "mask", "cls", "sep"),
     "gpt2": (),
     "llama": (),
+    "network": (),
 }
 _SENTINEL = "<extra_id_{}>"
 SENTINELS = 100  # as in T5; more if a sample needs more
@@ -139,7 +140,7 @@ class SpecialIds:
             ordinary_size=size,
             not_words=tokenizer.special_ids
             | {i for i in (eos, *ids.values(), *sentinels) if i < size},
-            begin=tuple(tokenizer.begin_ids) if family in ("gpt2", "llama") else (),
+            begin=tuple(tokenizer.begin_ids) if family in ("gpt2", "llama", "network") else (),
         )
 
     @property

@@ -142,7 +142,7 @@ def products_of(model: ModelConfig) -> list[Product]:
     """Returns the distinct products of a model in forward order, with their counts."""
     from gridformer.models import in_few_layers
 
-    sized = model.model_copy(update={"vocab_size": max(model.vocab_size, 1)})
+    sized = model.outline.model_copy(update={"vocab_size": max(model.vocab_size, 1)})
     products: dict[str, Product] = {}
     for times, few in in_few_layers(sized):
         for one in _built(few):

@@ -8,6 +8,8 @@ opening product to a closing one, it sees whole tokens and its own heads or colu
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,11 +20,13 @@ from torch import Tensor, nn
 
 from gridformer.comm import autograd
 from gridformer.mesh import Axes, Axis
-from gridformer.models import blocks
+from gridformer.models.blocks.cast import transposed
+from gridformer.models.blocks.linear import linear
+from gridformer.models.blocks.norm import rms_norm
 from gridformer.parallel.network.plan import PlanRole, is_conv1d
 from gridformer.parallel.sharding import ParamPlacement
 from gridformer.parallel.tensor import summa
-from gridformer.parallel.tensor.norm import VECTOR, grid_norm
+from gridformer.parallel.tensor.norm import grid_norm
 from gridformer.parallel.tensor.summa import Replicated, Sharded
 
 # Places a parameter of a module, by its name there. The last argument is the order in which the
@@ -119,6 +123,8 @@ class Entering:
 class _Product(nn.Module):
     """The parameters of a linear layer, sharded: a weight [out, in], or [in, out] of a Conv1D."""
 
+    cast_parameters = ("weight", "bias")
+
     def __init__(
         self, plain: nn.Module, cut_: tuple[str, str], bias: ParamPlacement, place: Place,
         order: Tensor | None = None, pad: int = 0,
@@ -135,9 +141,8 @@ class _Product(nn.Module):
         if self.bias is not None:
             place(self, "bias", replace(bias, pad=(pad,) if pad else ()), order)
 
-    @property
-    def weight_OI(self) -> Tensor:
-        return self.weight.t() if self.turned else self.weight
+    def weight_IO(self) -> Tensor:
+        return self.weight if self.turned else transposed(self.weight)
 
     def extra_repr(self) -> str:
         return f"{self.n_in} -> {self.n_out}, here {list(self.weight.shape)}"
@@ -155,12 +160,13 @@ class Opening(_Product):
         bias = ParamPlacement(("col",), copies="row", partial=True)
         weight: Any = plain.weight
         n_out = weight.shape[1 if is_conv1d(plain) else 0]
-        order, pad = None, 0
-        if role.parts:
-            order = order_of_parts(role.widths(n_out), axes.col.size)
-        if role.kind == "head":
-            pad = axes.col.size
+        order, pad = None, axes.col.size if role.kind == "head" else 0
+        self.widths = role.widths(n_out) if role.parts else ()
+        self.n_blocks = math.gcd(*self.widths)
+        if self.widths:
+            order = order_of_parts(self.widths, self.n_blocks)
         super().__init__(plain, ("col", "row"), bias, place, order, pad)
+        self.n_blocks //= axes.col.size
         self.entering = entering
         self.gathered = Sharded(axes.col, -1) if role.kind == "head" else None
         alone = replace(axes, col=Axis("col"))
@@ -170,9 +176,13 @@ class Opening(_Product):
         if self.entering is not None:
             x = self.entering(x, self.n_in)
         if self.schedule is None:
-            y = F.linear(x, self.weight_OI, self.bias)
+            y = linear(x, self.weight_IO(), self.bias)
         else:
-            y = summa.product_ab(x, self.weight_OI.t(), self.schedule, self.bias)
+            y = summa.product_ab(x, self.weight_IO(), self.schedule, self.bias)
+        if self.widths:
+            block = [width // math.gcd(*self.widths) for width in self.widths]
+            parts = y.unflatten(-1, (self.n_blocks, sum(block))).split(block, -1)
+            return torch.cat([part.flatten(-2) for part in parts], -1)
         return y if self.gathered is None else join(y, self.gathered)[..., : self.n_out]
 
 
@@ -196,15 +206,17 @@ class Closing(_Product):
         if self.split is not None:
             x = cut(x, self.split)
         if self.schedule is not None:
-            return summa.product_abt(x, self.weight_OI, self.schedule, self.bias)
-        y = leave(F.linear(x, self.weight_OI), self.boundary)
-        return y if self.bias is None else y + self.bias
+            weight_OI = transposed(self.weight) if self.turned else self.weight
+            return summa.product_abt(x, weight_OI, self.schedule, self.bias)
+        y = leave(linear(x, self.weight_IO(), None), self.boundary)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def order_of_parts(widths: tuple[int, ...], n: int) -> Tensor:
-    """Returns the columns of parts that lie side by side in the order in which n devices get them.
+    """Returns the columns of parts that lie side by side in an order of n blocks.
 
-    Device i gets block i, int64 [sum of widths / n], which has its columns of every part.
+    Block i, int64 [sum of widths / n], has its columns of every part. So contiguous blocks are what
+    any number of devices that divides n gets, and the order does not depend on that number.
     """
     starts = [sum(widths[:i]) for i in range(len(widths))]
     parts = [torch.arange(start, start + width).view(n, -1) for start, width in zip(starts, widths)]
@@ -235,53 +247,68 @@ class TableEmbedding(nn.Module):
 # --------------------------------------------------------------------------- norms
 
 
-class ShardedNorm(nn.Module):
-    """A norm over h that is sharded over columns; its weight is `plus` more than the parameter."""
+class Norm(nn.Module):
+    """A norm over h, which columns may shard; its weight is `plus` more than the parameter.
+
+    It returns the type of x, whatever that of the weight is.
+    """
 
     def __init__(
-        self, plain: blocks.LayerNorm | blocks.RMSNorm, plus: float, place: Place, axes: Axes
+        self,
+        plain: nn.Module,
+        known: tuple[float, float],
+        axis: Axis,
+        placement: ParamPlacement,
+        place: Place,
     ) -> None:
         super().__init__()
-        self.eps, self.axis, self.plus = plain.eps, axes.col, plus
-        self.weight = plain.weight
-        self.bias = plain.bias if isinstance(plain, blocks.LayerNorm) else None
+        (self.eps, self.plus), self.axis = known, axis
+        self.weight: nn.Parameter = plain.weight  # type: ignore[assignment]
+        self.bias: nn.Parameter | None = getattr(plain, "bias", None)
         for name, _ in [*self.named_parameters()]:
-            place(self, name, VECTOR, None)
+            place(self, name, placement, None)
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         weight = self.weight + self.plus if self.plus else self.weight
-        return grid_norm(x_BSH, weight, self.bias, self.eps, self.axis)
+        if self.axis.size > 1:
+            return grid_norm(x, weight, self.bias, self.eps, self.axis)
+        if self.bias is None:
+            return rms_norm(x, weight, self.eps)
+        wide = x.to(weight.dtype)
+        return F.layer_norm(wide, wide.shape[-1:], weight, self.bias, self.eps).to(x.dtype)
 
 
-def known_norm(norm: nn.Module) -> tuple[blocks.LayerNorm | blocks.RMSNorm, float] | None:
-    """Returns the norm of gridformer that computes what a module does, and what its weight adds.
+def known_norm(norm: nn.Module) -> tuple[float, float] | None:
+    """Returns epsilon of a norm, and what it adds to its weight.
 
-    It is found by running the module. None if it is no LayerNorm with a bias and no RMSNorm.
+    They are found by running a copy of the module with other weights. None if it is no LayerNorm
+    with a bias and no RMSNorm, over the last dimension.
     """
-    weight: Any = getattr(norm, "weight", None)
-    bias: Any = getattr(norm, "bias", None)
-    vectors = {"weight"} if bias is None else {"weight", "bias"}
-    if {name for name, _ in norm.named_parameters()} != vectors:
+    shape = getattr(getattr(norm, "weight", None), "shape", ())
+    has_bias = getattr(norm, "bias", None) is not None
+    vectors = {"weight", "bias"} if has_bias else {"weight"}
+    if {name for name, _ in norm.named_parameters()} != vectors or len(shape) != 1:
         return None
-    eps = next((getattr(norm, k) for k in ("eps", "variance_epsilon") if hasattr(norm, k)), None)
-    eps = torch.finfo(weight.dtype).eps if eps is None else eps
-    draw = torch.Generator(device=weight.device).manual_seed(0)
-    x = torch.randn(4, len(weight), generator=draw, dtype=weight.dtype, device=weight.device)
-    x = 2 * x + 1
+    dtype = torch.promote_types(norm.weight.dtype, torch.float32)  # type: ignore[union-attr]
+    probe = copy.deepcopy(norm).to_empty(device="cpu").to(dtype)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(8, *shape, generator=draw, dtype=dtype)
+    x = torch.cat((2 * x[:4] + 1, 1e-3 * x[4:]))  # in which epsilon counts little, and much
     with torch.no_grad():
-        y = norm(x)
-        for plus in (0.0, 1.0):
-            w = weight + plus
-            if bias is not None:
-                expected = F.layer_norm(x, w.shape, w, bias, eps)
-                plain: Any = blocks.LayerNorm(len(weight), eps)
-                plain.bias = bias
-            else:
-                expected = F.rms_norm(x, w.shape, w, eps)
-                plain = blocks.RMSNorm(len(weight), eps)
-            if torch.allclose(y, expected, rtol=1e-2 if y.dtype.itemsize == 2 else 1e-4):
-                plain.weight = weight
-                return plain, plus
+        for parameter in probe.parameters():
+            parameter.copy_(torch.rand(shape, generator=draw) + 0.5)
+        y, weight, bias = probe(x), probe.weight, getattr(probe, "bias", None)
+        names = ("eps", "variance_epsilon", "epsilon")
+        said = [e for name in names if isinstance(e := getattr(norm, name, None), float)]
+        for eps in said or [torch.finfo(dtype).eps]:
+            for plus in (0.0, 1.0):
+                w: Any = weight + plus
+                if bias is None:
+                    expected = F.rms_norm(x, shape, w, eps)
+                else:
+                    expected = F.layer_norm(x, shape, w, bias, eps)  # type: ignore[arg-type]
+                if torch.allclose(y, expected, rtol=1e-4):
+                    return eps, plus
     return None
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from gridformer import comm
 from gridformer.comm.autograd import one_thread
 from gridformer.config import LayoutConfig
-from gridformer.mesh import Axes
 from gridformer.parallel.axes import build_axes
+from gridformer.parallel.build import initialize
 from gridformer.parallel.data import fsdp
 from gridformer.parallel.data.copies import differing, share_copies, share_parts
 from gridformer.parallel.data.gradients import (
@@ -28,29 +27,12 @@ from gridformer.parallel.data.gradients import (
 )
 from gridformer.parallel.data.zero import cut_over_replicas, replica_part, stored
 from gridformer.parallel.network import modules as parts
-from gridformer.parallel.network.plan import PlanRole, Roles, described, is_conv1d, roles_of
-from gridformer.parallel.registry import describe_layout, spec_of
-from gridformer.parallel.sharding import (
-    ParamInfo,
-    ParamPlacement,
-    info_of,
-    set_info,
-    shard_parameter,
-)
-from gridformer.parallel.tensor.summa import Replicated, Sharded, boundary_of
-from gridformer.parallel.validation import layout_problems
-from gridformer.utils.errors import ConfigError
+from gridformer.parallel.network.refusals import check
+from gridformer.parallel.network.replacing import Sharding
+from gridformer.parallel.registry import describe_layout
+from gridformer.parallel.sharding import ParamInfo, info_of
 
 LABEL = "network"
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
 
 
 def parallelize(
@@ -92,355 +74,18 @@ def parallelize(
             f"the processes' weights differ: {', '.join(wrong[:3])}; call torch.manual_seed with "
             "the same seed on every process before the network is built"
         )
-    return _Build(module, roles, layout, axes, device).network()
+    values = {name: p.data for name, p in module.named_parameters()}
+    sharding = Sharding(module, roles, layout, axes)
 
+    def value(name: str) -> Tensor:
+        order = sharding.orders.get(name)
+        if order is None:
+            return values[name]
+        return values[name].index_select(order[0], order[1].to(device))
 
-# --------------------------------------------------------------------------- refusals
-
-
-def check(module: nn.Module, layout: LayoutConfig, plan: Mapping[str, str] | None = None) -> Roles:
-    """Returns the roles of a network's parts; for arguments and errors see `parallelize`."""
-    roles = roles_of(module, plan)
-    if problems := [*_unsupported(layout), *_problems(module, roles, layout)]:
-        raise ConfigError(*problems)
-    return roles
-
-
-def _unsupported(layout: LayoutConfig) -> Iterator[str]:
-    yield from layout_problems(layout)
-    refused: dict[str, tuple[object, str]] = {
-        "pp": (layout.pp > 1, "pipelines need a chain of gridformer's own links: use pp=1"),
-        "branches": (
-            "branches" in spec_of(layout).axes,
-            "subgraph needs branches (gridformer.parallel.branches): use megatron, megatron_2d or "
-            "optimus",
-        ),
-        "rows_over": (layout.rows_over == "sequence", "use rows_over=batch"),
-        "stationary": (layout.stationary != "auto", "use stationary=auto"),
-        "schedule": (layout.schedule not in ("auto", "gather"), "use schedule=gather"),
-        "keep_gathered": (layout.keep_gathered not in ("auto", "none"), "use keep_gathered=none"),
-        "cluster": (layout.cluster, "nothing is decided by its times: leave it out"),
-    }
-    for key, (wrong, remedy) in refused.items():
-        if wrong:
-            value = getattr(layout, key)
-            yield f"layout.{key}={value} is not for networks of others yet: {remedy}"
-
-
-def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterator[str]:
-    """Yields a sentence for everything that keeps a network from running on a layout."""
-    yield from roles.problems
-    yield from described(roles)
-    if roles.problems:
-        return
-    modules = dict(module.named_modules(remove_duplicate=False))
-    between = spec_of(layout).boundary(layout).activation_layout
-    if between != "replicated" and not roles.lists:
-        yield (
-            "activations between sections are sharded on this layout, from the first layer to the "
-            "last: the network needs a ModuleList of layers that have opening and closing products"
-        )
-    if between == "s" and len(roles.lists) > 1:
-        yield (
-            f"{' and '.join(roles.lists)}: tokens of two stacks cannot be sharded, since one reads "
-            "the other's: use scheme=megatron without sequence_parallel, or optimus"
-        )
-    for name, role in roles.modules.items():
-        yield from _of_module(name, modules[name], role, roles, layout, between)
-        if role.kind == "opening":
-            yield from _of_heads(name, modules, role, layout)
-    if between == "s":
-        yield from _of_tokens(modules, roles)
-    yield from _of_shared(module, roles, layout)
-    for name, role in roles.heads.items():
-        for attribute in role.attributes:
-            value = getattr(modules[name], attribute, None)
-            if not isinstance(value, int) or value % layout.cols:
-                yield (
-                    f"{name}.{attribute}={value}: heads of {name} must be a number that "
-                    f"layout.cols={layout.cols} divides"
-                )
-    for name, role in roles.parameters.items():
-        size = module.get_parameter(name).shape
-        if role.kind == "local" and (not size or size[0] % layout.cols):
-            yield f"{name} {list(size)}: dimension 0 does not divide by layout.cols={layout.cols}"
-        if role.kind == "replicated" and between != "replicated" and roles.in_layers(name):
-            yield (
-                f"{name}: replicated parameters inside layers need whole activations between "
-                "sections: use scheme=megatron without sequence_parallel"
-            )
-    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
-    if isinstance(heads, int) and heads % layout.cols:
-        yield f"config.num_attention_heads={heads} does not divide by layout.cols={layout.cols}"
-    yield from _random_or_mixing(modules, layout)
-
-
-def _of_heads(
-    name: str, modules: Mapping[str, nn.Module], role: PlanRole, layout: LayoutConfig
-) -> Iterator[str]:
-    """Heads must be whole on a device, as far as an attention module says how wide they are."""
-    product = modules[name]
-    head = _head_width(modules[_holder(name, modules)])
-    weight: Any = product.weight
-    for width in dict.fromkeys(role.widths(weight.shape[1 if is_conv1d(product) else 0])):
-        if width % layout.cols == 0 and width // layout.cols % head:
-            yield (
-                f"{name}: its {width // head} heads of width {head} do not divide by "
-                f"layout.cols={layout.cols}"
-            )
-
-
-def _of_tokens(modules: Mapping[str, nn.Module], roles: Roles) -> Iterator[str]:
-    """Where tokens are sharded, code with heads must see whole ones, and norms must not."""
-    for name, role in roles.modules.items():
-        if role.kind not in ("opening", "head") or not roles.in_layers(name):
-            continue
-        holder = _holder(name, modules)
-        norms = [n for n, r in roles.modules.items() if r.kind == "norm"]
-        if _is_layer(holder, roles) or any(n.startswith(f"{holder}.") for n in norms):
-            yield (
-                f"{name}: tokens are sharded between sections, and {holder} also computes what is "
-                "between them: put the section into a module of its own, or use scheme=megatron "
-                "without sequence_parallel, or optimus"
-            )
-
-
-def _of_shared(module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterator[str]:
-    """Modules that share a parameter must have it in the same place."""
-    users: dict[nn.Parameter, list[tuple[str, str]]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        path = name.rpartition(".")[0]
-        role = roles.modules.get(path) or roles.parameters.get(name)
-        if role is not None:
-            kind = "a table" if role.kind in ("embedding", "head") else role.kind
-            users.setdefault(parameter, []).append((name, kind))
-        if not parameter.dim() and layout.dp_mode != "replicate":
-            yield f"{name}: a scalar has no rows that replicas can shard: use dp_mode=replicate"
-    for several in users.values():
-        if len({kind for _, kind in several}) > 1:
-            (first, one), (second, other) = (
-                several[0],
-                next(u for u in several if u[1] != several[0][1]),
-            )
-            yield (
-                f"{first} and {second} are one parameter, and their roles are {one} and {other}: "
-                "give both the same, or embedding and head"
-            )
-
-
-def _random_or_mixing(modules: Mapping[str, nn.Module], layout: LayoutConfig) -> Iterator[str]:
-    for name, module in modules.items():
-        if isinstance(module, _BATCH_NORMS) and layout.n_processes > 1:
-            yield f"{name}: {type(module).__name__} mixes samples, of which a process has a part"
-        rates = {k: v for k, v in vars(module).items() if "dropout" in k and isinstance(v, float)}
-        if isinstance(module, _DROPOUTS):
-            rates["p"] = float(module.p)
-        for key, rate in rates.items():
-            if rate > 0:
-                yield (
-                    f"{name}.{key}={rate}: torch's dropout draws other masks on every process, "
-                    "also where they must be equal: set it to 0 before the network is built"
-                )
-
-
-def _of_module(
-    name: str, module: nn.Module, role: PlanRole, roles: Roles, layout: LayoutConfig, between: str
-) -> Iterator[str]:
-    """Yields what keeps a module from having its role."""
-    cols, rows = layout.cols, layout.rows
-    ends = ("forward_hooks", "forward_pre_hooks")
-    hooked = any(hooks for key, hooks in vars(module).items() if key.endswith(ends))
-    if role.kind == "norm":
-        if between == "h" and roles.in_layers(name) and parts.known_norm(module) is None:
-            yield (
-                f"{name}: {type(module).__name__} is neither a LayerNorm with a bias nor an "
-                "RMSNorm, whose statistics columns of devices can sum: use megatron_2d"
-            )
-        return
-    if role.kind == "embedding":
-        plain = type(module) is nn.Embedding and not (
-            module.max_norm or module.scale_grad_by_freq or module.sparse
-        )
-        if not plain or hooked:
-            yield f"{name}: only a plain torch.nn.Embedding can be an embedding; use replicated"
-        elif module.embedding_dim % rows:  # type: ignore[operator]
-            yield f"{name}: its width {module.embedding_dim} does not divide by layout.rows={rows}"
-        return
-    if (type(module) is not nn.Linear and not is_conv1d(module)) or hooked:
-        yield (
-            f"{name}: {role.kind} needs a plain torch.nn.Linear or transformers' Conv1D, and this "
-            f"is a {type(module).__name__}{' with hooks' if hooked else ''}"
-        )
-        return
-    weight: Any = module.weight
-    n_out, n_in = weight.shape[::-1] if is_conv1d(module) else weight.shape
-    if role.kind == "closing":
-        sizes = [("inputs", n_in, "cols", cols), ("outputs", n_out, "rows", rows)]
-        if between == "h" and roles.in_layers(name):
-            sizes.append(("outputs", n_out, "cols", cols))
-    else:
-        sizes = [("inputs", n_in, "rows", rows)]
-        widths = role.widths(n_out)
-        if sum(widths) != n_out:
-            yield f"{name}: parts {role.parts} do not add up to its {n_out} outputs"
-        if role.kind == "opening":
-            sizes += [("outputs", width, "cols", cols) for width in dict.fromkeys(widths)]
-        if between == "h" and roles.in_layers(name):
-            sizes.append(("inputs", n_in, "cols", cols))
-    for what, size, key, n in sizes:
-        if size % n:
-            yield f"{name}: {size} {what} do not divide by layout.{key}={n}"
-
-
-def _head_width(module: nn.Module) -> int:
-    """Returns the width of a head of an attention module that says it, otherwise 1."""
-    names = ("head_dim", "head_size", "attention_head_size")
-    widths = [getattr(module, name, None) for name in names]
-    return next((width for width in widths if isinstance(width, int) and width), 1)
-
-
-def _holder(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """Returns the name of the module with code that calls a product: no mere list of modules."""
-    path = name.rpartition(".")[0]
-    while path and isinstance(modules[path], nn.ModuleList | nn.ModuleDict):
-        path = path.rpartition(".")[0]
-    return path
-
-
-def _is_layer(path: str, roles: Roles) -> bool:
-    return path.rpartition(".")[0] in roles.lists and path.rpartition(".")[2].isdecimal()
-
-
-# --------------------------------------------------------------------------- building
-
-
-class _Build:
-    """Replaces the modules of a network by their parallel forms."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        roles: Roles,
-        layout: LayoutConfig,
-        axes: Axes,
-        device: torch.device,
-    ) -> None:
-        self.module, self.roles, self.layout = module, roles, layout
-        self.axes, self.device = axes, device
-        self.boundary = boundary_of(spec_of(layout).boundary(layout), axes)
-        self.whole = Replicated(axes.col)
-        # Gradients of what all devices of a row compute alike are equal there; rows have other
-        # samples. They are summed over the grid with those of column 0 alone.
-        self.equal = ParamPlacement((), copies="grid", partial=axes.row.size > 1)
-        self.summed = ParamPlacement((), copies="grid", partial=True)
-        self.first_column: list[nn.Parameter] = []
-        self.orders: dict[nn.Parameter, tuple[int, Tensor]] = {}
-        self._placed: dict[nn.Parameter, nn.Parameter] = {}
-
-    def network(self) -> Network:
-        module, roles = self.module, self.roles
-        modules = dict(module.named_modules(remove_duplicate=False))
-        between = spec_of(self.layout).boundary(self.layout).activation_layout
-        enterings: dict[tuple[str, bool], parts.Entering] = {}
-        made: dict[nn.Module, nn.Module] = {}
-        for name, role in roles.modules.items():
-            plain, inside = modules[name], roles.in_layers(name)
-            if plain not in made:
-                boundary = self.boundary if inside else self.whole
-                entering = None
-                if role.kind in ("opening", "head") and (between != "s" or not inside):
-                    key = _holder(name, modules), inside
-                    entering = enterings.setdefault(key, parts.Entering(boundary))
-                    entering.n_readers += 1
-                made[plain] = self._parallel(plain, role, inside, boundary, entering)
-            parent, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(parent), leaf, made[plain])
-        for name, role in roles.parameters.items():
-            parent, _, leaf = name.rpartition(".")
-            owner = module.get_submodule(parent)
-            if role.kind == "local":
-                axes = ("col", *[None] * (owner.get_parameter(leaf).dim() - 1))
-                self._place(owner, leaf, ParamPlacement(axes, copies="row", partial=True))
-            else:
-                self._place(owner, leaf, self.summed if role.kind == "summed" else self.equal)
-        for name, role in roles.heads.items():
-            for attribute in role.attributes:
-                owner = modules[name]
-                setattr(owner, attribute, getattr(owner, attribute) // self.layout.cols)
-        layers = [module.get_submodule(name) for name in roles.lists]
-        if isinstance(self.boundary, Sharded):
-            for several in layers:
-                first, *_, last = *several.children(), *several.children()
-                parts.cut_at_first(first, self.boundary)
-                parts.join_at_last(last, self.boundary)
-            holders = {
-                _holder(name, modules)
-                for name, role in roles.modules.items()
-                if role.kind in ("opening", "head") and roles.in_layers(name)
-            }
-            for name in sorted(holders) if between == "s" else ():
-                parts.enter_inside(modules[name], self.boundary)
-        return Network(self, [layer for several in layers for layer in several.children()])
-
-    def _parallel(
-        self,
-        plain: nn.Module,
-        role: PlanRole,
-        inside: bool,
-        boundary: Replicated,
-        entering: parts.Entering | None,
-    ) -> nn.Module:
-        if role.kind in ("opening", "head"):
-            return parts.Opening(plain, role, entering, self._place, self.axes)
-        sharded = inside and isinstance(self.boundary, Sharded)
-        by_width = sharded and self.boundary.dim == -1  # type: ignore[attr-defined]
-        vector = parts.VECTOR if by_width else self.summed if sharded else self.equal
-        if role.kind == "closing":
-            return parts.Closing(plain, role, boundary, vector, self._place, self.axes)
-        if role.kind == "embedding":
-            assert isinstance(plain, nn.Embedding)
-            return parts.TableEmbedding(plain, self._place, self.axes)
-        if by_width:
-            known = parts.known_norm(plain)
-            assert known is not None, "_problems has looked at it"
-            return parts.ShardedNorm(*known, self._place, self.axes)
-        for name, _ in [*plain.named_parameters()]:
-            self._place(plain, name, vector)
-        return plain
-
-    def _place(
-        self,
-        owner: nn.Module,
-        name: str,
-        placement: ParamPlacement,
-        order: Tensor | None = None,
-    ) -> None:
-        """Replaces a whole parameter by this device's block of it; see `parts.Place`."""
-        whole = owner.get_parameter(name)
-        if whole in self._placed:  # several modules share it
-            setattr(owner, name, self._placed[whole])
-            return
-        equal = placement is self.equal
-        if not placement.cut:
-            placement = replace(placement, cut=(None,) * whole.dim())
-        shard_parameter(owner, name, placement, self.axes)
-        local = owner.get_parameter(name)
-        values = whole.data
-        if order is not None:
-            dim = placement.cut.index("col")
-            values = values.index_select(dim, order.to(values.device))
-        info = info_of(local)
-        block = info.shard.block_of(values, local.shape)
-        ours = set_info(nn.Parameter(block, requires_grad=whole.requires_grad), info)
-        setattr(owner, name, ours)
-        self._placed[whole] = ours
-        if order is not None:
-            self.orders[ours] = dim, order
-        if equal and placement.partial and self.axes.col.index:
-            self.first_column.append(ours)
-
-
-# --------------------------------------------------------------------------- the network
+    initialize(module, 0, device, None, values=value)
+    sharding.finish(module)
+    return Network(module, layout, sharding, device)
 
 
 class Network:
@@ -459,10 +104,11 @@ class Network:
         n_parts: Into how many parts of equal size a batch is divided.
     """
 
-    def __init__(self, build: _Build, layers: list[nn.Module]) -> None:
-        self.module, self.layout, self.axes = build.module, build.layout, build.axes
-        self.device, self._orders = build.device, build.orders
-        self._first_column = build.first_column
+    def __init__(
+        self, module: nn.Module, layout: LayoutConfig, sharding: Sharding, device: torch.device
+    ) -> None:
+        self.module, self.layout, self.axes, self.device = module, layout, sharding.axes, device
+        self._orders = {module.get_parameter(n): order for n, order in sharding.orders.items()}
         axes, mode = self.axes, self.layout.dp_mode
         self.n_parts = axes.dp.size * axes.batch.size
         self._trained = [p for p in self.module.parameters() if p.requires_grad]
@@ -484,6 +130,7 @@ class Network:
         if mode == "fsdp":
             reshards = self.layout.reshard != "step"
             hooks = parts.OutputHooks()
+            layers = sharding.layers
             self._gathering = fsdp.Gathering(self.module, axes, reshards, layers, hooks)
         self._is_open = False
 
@@ -529,8 +176,6 @@ class Network:
             (loss / self.n_parts).backward()
         if not last:
             return
-        for parameter in self._first_column:
-            parameter.grad = None
         reduce_gradients(self._trained, self.axes, self._sums)
         for parameter in self._trained:
             if parameter not in self._reached:  # an optimizer leaves it alone, as in one process

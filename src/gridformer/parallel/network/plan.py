@@ -250,3 +250,11 @@ def described(roles: Roles) -> Iterator[str]:
             "closing if it is a product of a section, summed if sharded heads read it, replicated "
             "if every device is to compute all of it"
         )
+
+
+def holder_of(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Returns the name of the module with code that calls a product: no mere list of modules."""
+    path = name.rpartition(".")[0]
+    while path and isinstance(modules[path], nn.ModuleList | nn.ModuleDict):
+        path = path.rpartition(".")[0]
+    return path

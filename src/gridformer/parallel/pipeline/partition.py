@@ -38,7 +38,7 @@ def stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ..
 
 @lru_cache(maxsize=32)
 def _stages_of(config: ModelConfig, n_stages: int, work: Work) -> tuple[range, ...]:
-    return partition(link_costs(model_outline(config), work), n_stages)
+    return partition(link_costs(model_outline(config.outline), work), n_stages)
 
 
 @contextmanager

@@ -1,0 +1,309 @@
+"""Networks of transformers as a family: the language model that a Hugging Face folder describes.
+
+Its code runs as it is. What gridformer needs of it is the list of its layers, which are the links
+of a pipeline. `gridformer.parallel.network` replaces its products, tables and norms.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridformer.config import ModelConfig
+from gridformer.models.blocks import KVCache, Layer
+from gridformer.models.model import Activations, Link, Model, held_layers
+from gridformer.utils.batch import Batch
+from gridformer.utils.errors import UserError, require
+
+_WEIGHTS = "*.safetensors"
+
+
+class NetworkLayer(Layer):
+    """Comes before the class of a layer, whose activations are then recomputed as configured."""
+
+    recompute: Any
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], _Rest):
+            return args[0].run(super().__call__, hidden_states)
+        rest = _Rest(args, kwargs)
+        out = self.recompute.block(self, hidden_states, rest)
+        return (out, *rest.more) if rest.several else out
+
+
+class _Rest:
+    """What a layer gets besides hidden states, and what it returns besides them."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.several, self.more = False, ()
+
+    def run(self, layer: Callable[..., Any], x: Tensor) -> Tensor:
+        out = layer(x, *self.args, **self.kwargs)
+        self.several = isinstance(out, tuple)
+        if self.several:
+            out, *more = out
+            self.more = tuple(more)
+        result: Tensor = out
+        return result
+
+
+@cache
+def _layer_of(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (NetworkLayer, kind), {"__module__": kind.__module__})
+
+
+class Network(Model):
+    """A language model of transformers: its modules and parameters have their own names.
+
+    Hidden states of the whole model, and of the last stage of a pipeline, are logits.
+
+    Attributes:
+        module: The network, which shares its submodules with this one.
+        path: The name of the list of layers.
+        orders: For parameters whose rows or columns have another order than in the network, the
+            dimension and the order; see gridformer.parallel.network.
+        sharding: What gridformer.parallel.network has made of it.
+    """
+
+    sharding: Any
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        module = _new_network(config)
+        own = {*self._modules} & {*module._modules}
+        assert not own, f"{type(module).__name__} has modules of the names {own}"
+        module._modules.update(self._modules)
+        self._modules, self._parameters = module._modules, module._parameters
+        self._buffers = module._buffers
+        object.__setattr__(self, "module", module)  # it is not one of the submodules
+        self.orders: dict[str, tuple[int, Tensor]] = {}
+        self.path = path_of_layers(module)
+        above, _, stack = self.path.rpartition(".")
+        trunk = module.get_submodule(above)
+        object.__setattr__(self, "trunk", trunk)
+        self._plain = [
+            name
+            for name, part in module.named_modules()
+            if part._parameters and not name.startswith(f"{self.path}.")
+        ]
+        children = [name for name, _ in trunk.named_children()]
+        self._first = set(children[: children.index(stack)])
+        held, layers = held_layers(), trunk.get_submodule(stack)
+        for name, layer in [*layers.named_children()]:
+            if held is not None and {f"layers.{name}", f"{self.path}.{name}"}.isdisjoint(held):
+                del layers._modules[name]
+                continue
+            layer.__class__ = _layer_of(type(layer))
+            layer.recompute = self.recompute  # type: ignore[assignment]
+
+    def links(self) -> list[Link]:
+        before, behind = self._outside()
+        tied = before[:1] * self.config.tied_head
+        return [
+            Link("embedding", (*before,)),
+            *(Link(f"layers.{i}", (f"{self.path}.{i}",)) for i in range(self.config.n_layers)),
+            Link("head", (*behind, *tied, "loss")),
+        ]
+
+    def _outside(self) -> tuple[list[str], list[str]]:
+        """Returns the modules with parameters that run before the layers, and behind them."""
+        above = self.path.rpartition(".")[0]
+        before, behind = list[str](), list[str]()
+        for name in self._plain:
+            inside = name.removeprefix(f"{above}." if above else "").split(".")[0]
+            (before if inside in self._first and name.startswith(above) else behind).append(name)
+        return before, behind
+
+    def run(
+        self,
+        batch: Batch,
+        entering: Activations | None = None,
+        links: Collection[str] | None = None,
+        caches: Sequence[KVCache] | None = None,
+        start: int = 0,
+    ) -> Activations:
+        hidden, _ = Activations.taken(entering)
+        names = self._link_names() if links is None else links
+        tokens_BS = batch["tokens"]
+        if "embedding" in names:
+            hidden = self._cast(self.module.get_input_embeddings()(tokens_BS))
+        positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+        inputs = {"inputs_embeds": hidden, "position_ids": positions.unsqueeze(0)}
+        inputs |= {"use_cache": False, "return_dict": True}
+        if caches:
+            inputs["past_key_values"] = _cache_of(caches, start)
+        if "head" in names:
+            with self._only(names, False):
+                return Activations(self.module(**inputs).logits)
+        with self._only(names, True):
+            return Activations(self.trunk(**inputs).last_hidden_state)
+
+    @contextmanager
+    def _only(self, names: Collection[str], without_tail: bool) -> Iterator[None]:
+        """Runs the layers of some links alone, without what is behind them in the trunk."""
+        if self.stages or without_tail:
+            layers = self.trunk.get_submodule(self.path.rpartition(".")[2])
+            every, around = layers._modules, self.trunk._modules
+            layers._modules = {n: m for n, m in every.items() if f"layers.{n}" in names}
+            if without_tail:
+                above = f"{self.path.rpartition('.')[0]}."
+                tail = [n.removeprefix(above) for n in self._outside()[1] if n.startswith(above)]
+                self.trunk._modules = around | {name: nn.Identity() for name in tail}
+            try:
+                yield
+            finally:
+                layers._modules, self.trunk._modules = every, around
+            return
+        yield
+
+    def token_logits(
+        self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
+    ) -> Tensor:
+        return hidden_BSH
+
+    def before_head(self) -> tuple[nn.Module, ...]:
+        return ()
+
+    def losses_of(self, hidden_BSH: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {"tokens": self.loss(hidden_BSH, batch["targets"])}
+
+    @torch.no_grad()
+    def fill_buffers(self, device: torch.device) -> None:
+        """Allocates buffers, such as the frequencies of rotary positions, as transformers does."""
+        for part in self.module.modules():
+            for name, buffer in [*part.named_buffers(recurse=False)]:
+                part._buffers[name] = torch.empty_like(buffer, device=device)
+            if part._buffers:
+                with device:
+                    self.module._init_weights(part)
+
+    def initial_values(self, seed: int) -> Callable[[str], Tensor]:
+        """Returns what gives the initial values of a parameter by its name.
+
+        They come from the weights in the folder, or are new ones of the network, which every
+        process then builds whole in host memory.
+
+        Raises:
+            UserError: The weights in the folder do not have a parameter.
+        """
+        folder = Path(self.config.folder)
+        if any(folder.glob(_WEIGHTS)):
+            return _Stored(folder, self.orders)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(seed)
+            values = dict(_new_network(self.config, on_meta=False).named_parameters())
+        return lambda name: _ordered(values[name].detach(), self.orders.get(name))
+
+
+def _ordered(values: Tensor, order: tuple[int, Tensor] | None) -> Tensor:
+    return values if order is None else values.index_select(*order)
+
+
+class _Stored:
+    """Reads parameters from the safetensors files of a folder, one at a time."""
+
+    def __init__(self, folder: Path, orders: dict[str, tuple[int, Tensor]]) -> None:
+        from safetensors import safe_open
+
+        self._folder, self._orders = folder, orders
+        files = [safe_open(path, framework="pt") for path in sorted(folder.glob(_WEIGHTS))]
+        self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def __call__(self, name: str) -> Tensor:
+        base = name.partition(".")[2]  # the weights of a network without its head
+        known = next((n for n in (name, base) if n in self._where), None)
+        if known is None:
+            raise UserError(f"{self._folder}: its weights do not have {name}")
+        return _ordered(self._where[known].get_tensor(known), self._orders.get(name))
+
+
+def path_of_layers(module: nn.Module) -> str:
+    """Returns the name of the list of a network's layers, which is the longest one."""
+    lists = {n: len(m) for n, m in module.named_modules() if isinstance(m, nn.ModuleList)}
+    return max(lists, key=lambda name: lists[name], default="")
+
+
+@lru_cache(maxsize=8)
+def _config_of(folder: str) -> Any:
+    """Returns the config of a folder, for a network without dropout. No code of it is run."""
+    require("transformers", "a Hugging Face folder", "hf")
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{folder}: {error}") from None
+    for key in [*vars(config)]:
+        if ("dropout" in key or key.endswith("pdrop")) and getattr(config, key):
+            setattr(config, key, 0.0)
+    return config
+
+
+def class_of(folder: str) -> Any:
+    """Returns the class of transformers that a folder's config.json names.
+
+    Raises:
+        UserError: There is no such class.
+    """
+    config = _config_of(folder)
+    import transformers
+
+    name = (getattr(config, "architectures", None) or ["no architecture"])[0]
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise UserError(f"{folder}: {name} is not a model of the installed transformers")
+    return kind
+
+
+def _new_network(sizes: ModelConfig, on_meta: bool = True) -> Any:
+    config = copy.deepcopy(_config_of(sizes.folder))
+    for key in ("num_hidden_layers", "n_layer"):
+        if hasattr(config, key):
+            setattr(config, key, sizes.n_layers)
+            break
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: sizes.n_layers]
+    kind = class_of(sizes.folder)
+    if not on_meta:
+        return kind(config)
+    with torch.device("meta"):
+        return kind(config)
+
+
+def _cache_of(caches: Sequence[KVCache], start: int) -> Any:
+    """Returns the caches of layers as transformers' code reads them."""
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
+    class OfLayer(CacheLayerMixin):  # type: ignore[misc]
+        is_compileable = is_sliding = False
+        is_initialized = True
+
+        def __init__(self, cache: KVCache) -> None:
+            super().__init__()
+            self.cache = cache
+
+        def lazy_initialization(self, *_: Any) -> None: ...
+
+        def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return self.cache.append(k, v)
+
+        def get_seq_length(self) -> int:
+            return start
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return start + query_length, 0
+
+        def get_max_length(self) -> int:
+            return -1
+
+        get_max_cache_shape = get_max_length
+
+    return Cache(layers=[OfLayer(cache) for cache in caches])

@@ -1,0 +1,256 @@
+"""What keeps a network from running on a layout: sentences, each with a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from gridformer import models
+from gridformer.config import LayoutConfig, RunConfig
+from gridformer.parallel.network import modules as parts
+from gridformer.parallel.network.plan import (
+    PlanRole,
+    Roles,
+    described,
+    holder_of,
+    is_conv1d,
+    roles_of,
+)
+from gridformer.parallel.pipeline.partition import model_outline
+from gridformer.parallel.registry import spec_of
+from gridformer.parallel.validation import layout_problems
+from gridformer.utils.errors import ConfigError
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+
+def check(module: nn.Module, layout: LayoutConfig, plan: Mapping[str, str] | None = None) -> Roles:
+    """Returns the roles of a network's parts; for arguments and errors see `parallelize`."""
+    roles = roles_of(module, plan)
+    if problems := [
+        *layout_problems(layout),
+        *_unsupported(layout),
+        *_problems(module, roles, layout),
+    ]:
+        raise ConfigError(*problems)
+    return roles
+
+
+def run_problems(run: RunConfig) -> Iterator[str]:
+    """Yields what keeps the network of a run, and its training, from a layout."""
+    outline = model_outline(run.model)
+    assert isinstance(outline, models.Network)
+    module, pp = outline.module, run.layout.pp
+    if pp > 1 and not module.supports_pp_plan:
+        yield f"layout.pp={pp}: transformers has no plan for {type(module).__name__}: use pp=1"
+    one_stage = run.layout.model_copy(update={"pp": 1, "stages_per_rank": 1})
+    yield from _unsupported(one_stage)
+    yield from _problems(module, roles_of(module, None), one_stage)
+    if run.data.document_mask:
+        yield "data.document_mask=true: networks of others read no documents: use false"
+
+
+def _unsupported(layout: LayoutConfig) -> Iterator[str]:
+    refused: dict[str, tuple[object, str]] = {
+        "pp": (layout.pp > 1, "pipelines need a chain of gridformer's own links: use pp=1"),
+        "branches": (
+            "branches" in spec_of(layout).axes,
+            "subgraph needs branches (gridformer.parallel.branches): use megatron, megatron_2d or "
+            "optimus",
+        ),
+        "rows_over": (layout.rows_over == "sequence", "use rows_over=batch"),
+        "stationary": (layout.stationary != "auto", "use stationary=auto"),
+        "schedule": (layout.schedule not in ("auto", "gather"), "use schedule=gather"),
+        "keep_gathered": (layout.keep_gathered not in ("auto", "none"), "use keep_gathered=none"),
+        "cluster": (layout.cluster, "nothing is decided by its times: leave it out"),
+    }
+    for key, (wrong, remedy) in refused.items():
+        if wrong:
+            value = getattr(layout, key)
+            yield f"layout.{key}={value} is not for networks of others yet: {remedy}"
+
+
+def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterator[str]:
+    """Yields a sentence for everything that keeps a network from running on a layout."""
+    yield from roles.problems
+    yield from described(roles)
+    if roles.problems:
+        return
+    modules = dict(module.named_modules(remove_duplicate=False))
+    between = spec_of(layout).boundary(layout).activation_layout
+    if between != "replicated" and not roles.lists:
+        yield (
+            "activations between sections are sharded on this layout, from the first layer to the "
+            "last: the network needs a ModuleList of layers that have opening and closing products"
+        )
+    if between == "s" and len(roles.lists) > 1:
+        yield (
+            f"{' and '.join(roles.lists)}: tokens of two stacks cannot be sharded, since one reads "
+            "the other's: use scheme=megatron without sequence_parallel, or optimus"
+        )
+    for name, role in roles.modules.items():
+        yield from _of_module(name, modules[name], role, roles, layout, between)
+        if role.kind == "opening":
+            yield from _of_heads(name, modules, role, layout)
+    if between == "s":
+        yield from _of_tokens(modules, roles)
+    yield from _of_shared(module, roles, layout)
+    for name, role in roles.heads.items():
+        for attribute in role.attributes:
+            value = getattr(modules[name], attribute, None)
+            if not isinstance(value, int) or value % layout.cols:
+                yield (
+                    f"{name}.{attribute}={value}: heads of {name} must be a number that "
+                    f"layout.cols={layout.cols} divides"
+                )
+    for name, role in roles.parameters.items():
+        size = module.get_parameter(name).shape
+        if role.kind == "local" and (not size or size[0] % layout.cols):
+            yield f"{name} {list(size)}: dimension 0 does not divide by layout.cols={layout.cols}"
+        if role.kind == "replicated" and between != "replicated" and roles.in_layers(name):
+            yield (
+                f"{name}: replicated parameters inside layers need whole activations between "
+                "sections: use scheme=megatron without sequence_parallel"
+            )
+    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    if isinstance(heads, int) and heads % layout.cols:
+        yield f"config.num_attention_heads={heads} does not divide by layout.cols={layout.cols}"
+    yield from _random_or_mixing(modules, layout)
+
+
+def _of_heads(
+    name: str, modules: Mapping[str, nn.Module], role: PlanRole, layout: LayoutConfig
+) -> Iterator[str]:
+    """Heads must be whole on a device, as far as an attention module says how wide they are."""
+    product = modules[name]
+    head = _head_width(modules[holder_of(name, modules)])
+    weight: Any = product.weight
+    for width in dict.fromkeys(role.widths(weight.shape[1 if is_conv1d(product) else 0])):
+        if width % layout.cols == 0 and width // layout.cols % head:
+            yield (
+                f"{name}: its {width // head} heads of width {head} do not divide by "
+                f"layout.cols={layout.cols}"
+            )
+
+
+def _of_tokens(modules: Mapping[str, nn.Module], roles: Roles) -> Iterator[str]:
+    """Where tokens are sharded, code with heads must see whole ones, and norms must not."""
+    for name, role in roles.modules.items():
+        if role.kind not in ("opening", "head") or not roles.in_layers(name):
+            continue
+        holder = holder_of(name, modules)
+        norms = [n for n, r in roles.modules.items() if r.kind == "norm"]
+        if _is_layer(holder, roles) or any(n.startswith(f"{holder}.") for n in norms):
+            yield (
+                f"{name}: tokens are sharded between sections, and {holder} also computes what is "
+                "between them: put the section into a module of its own, or use scheme=megatron "
+                "without sequence_parallel, or optimus"
+            )
+
+
+def _of_shared(module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterator[str]:
+    """Modules that share a parameter must have it in the same place."""
+    users: dict[nn.Parameter, list[tuple[str, str]]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        path = name.rpartition(".")[0]
+        role = roles.modules.get(path) or roles.parameters.get(name)
+        if role is not None:
+            kind = "a table" if role.kind in ("embedding", "head") else role.kind
+            users.setdefault(parameter, []).append((name, kind))
+        if not parameter.dim() and layout.dp_mode != "replicate":
+            yield f"{name}: a scalar has no rows that replicas can shard: use dp_mode=replicate"
+    for several in users.values():
+        if len({kind for _, kind in several}) > 1:
+            (first, one), (second, other) = (
+                several[0],
+                next(u for u in several if u[1] != several[0][1]),
+            )
+            yield (
+                f"{first} and {second} are one parameter, and their roles are {one} and {other}: "
+                "give both the same, or embedding and head"
+            )
+
+
+def _random_or_mixing(modules: Mapping[str, nn.Module], layout: LayoutConfig) -> Iterator[str]:
+    for name, module in modules.items():
+        if isinstance(module, _BATCH_NORMS) and layout.n_processes > 1:
+            yield f"{name}: {type(module).__name__} mixes samples, of which a process has a part"
+        rates = {k: v for k, v in vars(module).items() if "dropout" in k and isinstance(v, float)}
+        if isinstance(module, _DROPOUTS):
+            rates["p"] = float(module.p)
+        for key, rate in rates.items():
+            if rate > 0:
+                yield (
+                    f"{name}.{key}={rate}: torch's dropout draws other masks on every process, "
+                    "also where they must be equal: set it to 0 before the network is built"
+                )
+
+
+def _of_module(
+    name: str, module: nn.Module, role: PlanRole, roles: Roles, layout: LayoutConfig, between: str
+) -> Iterator[str]:
+    """Yields what keeps a module from having its role."""
+    cols, rows = layout.cols, layout.rows
+    ends = ("forward_hooks", "forward_pre_hooks")
+    hooked = any(hooks for key, hooks in vars(module).items() if key.endswith(ends))
+    if role.kind == "norm":
+        if between == "h" and roles.in_layers(name) and parts.known_norm(module) is None:
+            yield (
+                f"{name}: {type(module).__name__} is neither a LayerNorm with a bias nor an "
+                "RMSNorm, whose statistics columns of devices can sum: use megatron_2d"
+            )
+        return
+    if role.kind == "embedding":
+        plain = type(module) is nn.Embedding and not (
+            module.max_norm or module.scale_grad_by_freq or module.sparse
+        )
+        if not plain or hooked:
+            yield f"{name}: only a plain torch.nn.Embedding can be an embedding; use replicated"
+        elif module.embedding_dim % rows:  # type: ignore[operator]
+            yield f"{name}: its width {module.embedding_dim} does not divide by layout.rows={rows}"
+        return
+    if (type(module) is not nn.Linear and not is_conv1d(module)) or hooked:
+        yield (
+            f"{name}: {role.kind} needs a plain torch.nn.Linear or transformers' Conv1D, and this "
+            f"is a {type(module).__name__}{' with hooks' if hooked else ''}"
+        )
+        return
+    weight: Any = module.weight
+    n_out, n_in = weight.shape[::-1] if is_conv1d(module) else weight.shape
+    if role.kind == "closing":
+        sizes = [("inputs", n_in, "cols", cols), ("outputs", n_out, "rows", rows)]
+        if between == "h" and roles.in_layers(name):
+            sizes.append(("outputs", n_out, "cols", cols))
+    else:
+        sizes = [("inputs", n_in, "rows", rows)]
+        widths = role.widths(n_out)
+        if sum(widths) != n_out:
+            yield f"{name}: parts {role.parts} do not add up to its {n_out} outputs"
+        if role.kind == "opening":
+            sizes += [("outputs", width, "cols", cols) for width in dict.fromkeys(widths)]
+        if between == "h" and roles.in_layers(name):
+            sizes.append(("inputs", n_in, "cols", cols))
+    for what, size, key, n in sizes:
+        if size % n:
+            yield f"{name}: {size} {what} do not divide by layout.{key}={n}"
+
+
+def _head_width(module: nn.Module) -> int:
+    """Returns the width of a head of an attention module that says it, otherwise 1."""
+    names = ("head_dim", "head_size", "attention_head_size")
+    widths = [getattr(module, name, None) for name in names]
+    return next((width for width in widths if isinstance(width, int) and width), 1)
+
+
+def _is_layer(path: str, roles: Roles) -> bool:
+    return path.rpartition(".")[0] in roles.lists and path.rpartition(".")[2].isdecimal()

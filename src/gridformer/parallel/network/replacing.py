@@ -1,0 +1,181 @@
+"""Replaces the modules of a network by their parallel forms, as roles and a layout say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from gridformer import models
+from gridformer.config import LayoutConfig
+from gridformer.mesh import Axes, Axis
+from gridformer.parallel.network import modules as parts
+from gridformer.parallel.network.plan import PlanRole, Roles, holder_of, roles_of
+from gridformer.parallel.registry import spec_of
+from gridformer.parallel.sharding import ParamPlacement, shard_parameter
+from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
+from gridformer.parallel.tensor.norm import VECTOR
+from gridformer.parallel.tensor.partitioned_activations import PartitionedActivations
+from gridformer.parallel.tensor.summa import Replicated, Sharded, boundary_of
+
+
+class Sharding:
+    """Replaces modules of a network by their parallel forms, without allocating parameters.
+
+    Args:
+        layers: How many layers a list of them has; 0 for those that are here.
+        whole_logits: Whether heads return logits of the whole vocabulary.
+
+    Attributes:
+        layers: The layers that are here.
+        orders: For the names of parameters in whose global tensors rows or columns have another
+            order than in the network, the dimension and the order.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        roles: Roles,
+        layout: LayoutConfig,
+        axes: Axes,
+        n_layers: int = 0,
+        whole_logits: bool = True,
+    ) -> None:
+        self.axes, self._whole_logits = axes, whole_logits
+        boundary = spec_of(layout).boundary(layout)
+        self.boundary = boundary_of(boundary, axes)
+        self.whole = Replicated(axes.col)
+        # Gradients of what all devices of a row compute alike are equal there; rows have other
+        # samples. They are summed over the grid with those of column 0 alone.
+        self.equal = ParamPlacement((), copies="grid", partial=axes.row.size > 1)
+        self.summed = ParamPlacement((), copies="grid", partial=True)
+        self._placed: dict[nn.Parameter, nn.Parameter] = {}
+        self._orders: dict[nn.Parameter, tuple[int, Tensor]] = {}
+        self._equal: set[nn.Parameter] = set()
+        self._replace(module, roles, boundary.activation_layout)
+        for name, role in roles.parameters.items():
+            parent, _, leaf = name.rpartition(".")
+            owner = module.get_submodule(parent)
+            if role.kind == "local":
+                cut = ("col", *[None] * (owner.get_parameter(leaf).dim() - 1))
+                self._place(owner, leaf, ParamPlacement(cut, copies="row", partial=True))
+                continue
+            placement = self.summed if role.kind == "summed" else self.equal
+            known = parts.known_norm(owner) if "Norm" in type(owner).__name__ else None
+            if known is not None:
+                above, _, last = parent.rpartition(".")
+                norm = parts.Norm(owner, known, Axis("col"), placement, self._place)
+                setattr(module.get_submodule(above), last, norm)
+            elif owner.get_parameter(leaf) not in {*self._placed.values()}:
+                self._place(owner, leaf, placement)
+        for name, role in roles.heads.items():
+            owner = module.get_submodule(name)
+            for attribute in role.attributes:
+                setattr(owner, attribute, getattr(owner, attribute) // layout.cols)
+        lists = [module.get_submodule(name) for name in roles.lists]
+        self.layers = [layer for several in lists for layer in several.children()]
+        if isinstance(self.boundary, Sharded):
+            for several in lists:
+                here = dict(several.named_children())
+                if first := here.get("0"):
+                    parts.cut_at_first(first, self.boundary)
+                if last := here.get(str((n_layers or len(here)) - 1)):
+                    parts.join_at_last(last, self.boundary)
+        names = dict(module.named_parameters())
+        self.orders = {n: self._orders[p] for n, p in names.items() if p in self._orders}
+        self._dropped = [n for n, p in names.items() if p in self._equal and axes.col.index]
+
+    def finish(self, module: nn.Module) -> None:
+        """Drops the gradients of allocated parameters that column 0 of the devices has, too."""
+        for name in self._dropped if self.equal.partial else ():
+            module.get_parameter(name).register_hook(torch.zeros_like)
+
+    def _replace(self, module: nn.Module, roles: Roles, between: str) -> None:
+        modules = dict(module.named_modules(remove_duplicate=False))
+        enterings: dict[tuple[str, bool], parts.Entering] = {}
+        made: dict[nn.Module, nn.Module] = {}
+        holders: dict[str, None] = {}
+        for name, role in roles.modules.items():
+            plain, inside = modules[name], roles.in_layers(name)
+            opens = role.kind in ("opening", "head")
+            if opens and inside and between == "s":
+                holders[holder_of(name, modules)] = None
+            if plain not in made:
+                entering = None
+                if opens and (between != "s" or not inside):
+                    key = holder_of(name, modules), inside
+                    boundary = self.boundary if inside else self.whole
+                    entering = enterings.setdefault(key, parts.Entering(boundary))
+                    entering.n_readers += 1
+                made[plain] = self._parallel(plain, role, inside, entering)
+            parent, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(parent), leaf, made[plain])
+        for name in holders:
+            assert isinstance(self.boundary, Sharded)
+            parts.enter_inside(modules[name], self.boundary)
+
+    def _parallel(
+        self, plain: nn.Module, role: PlanRole, inside: bool, entering: parts.Entering | None
+    ) -> nn.Module:
+        if role.kind in ("opening", "head"):
+            opening = parts.Opening(plain, role, entering, self._place, self.axes)
+            if not self._whole_logits:
+                opening.gathered = None
+            return opening
+        sharded = inside and isinstance(self.boundary, Sharded)
+        by_width = sharded and self.boundary.dim == -1  # type: ignore[attr-defined]
+        vector = VECTOR if by_width else self.summed if sharded else self.equal
+        if role.kind == "closing":
+            boundary = self.boundary if inside else self.whole
+            return parts.Closing(plain, role, boundary, vector, self._place, self.axes)
+        if role.kind == "embedding":
+            assert isinstance(plain, nn.Embedding)
+            return parts.TableEmbedding(plain, self._place, self.axes)
+        known = parts.known_norm(plain)
+        if known is not None:
+            axis = self.axes.col if by_width else Axis("col")
+            return parts.Norm(plain, known, axis, vector, self._place)
+        assert not by_width, "_problems has looked at it"
+        for name, _ in [*plain.named_parameters()]:
+            self._place(plain, name, vector)
+        return plain
+
+    def _place(
+        self,
+        owner: nn.Module,
+        name: str,
+        placement: ParamPlacement,
+        order: Tensor | None = None,
+    ) -> None:
+        """Replaces a whole parameter by this device's block of it; see `parts.Place`."""
+        whole = owner.get_parameter(name)
+        if whole in self._placed:  # several modules share it
+            setattr(owner, name, self._placed[whole])
+            return
+        equal = placement is self.equal
+        if not placement.cut:
+            placement = replace(placement, cut=(None,) * whole.dim())
+        shard_parameter(owner, name, placement, self.axes)
+        local = owner.get_parameter(name)
+        self._placed[whole] = local.requires_grad_(whole.requires_grad)
+        if order is not None:
+            self._orders[local] = placement.cut.index("col"), order
+        if equal:
+            self._equal.add(local)
+
+
+def shard_model(model: models.Network, layout: LayoutConfig, axes: Axes) -> Sharding:
+    """Shards a network that is one of gridformer's families, whose parameters are not allocated.
+
+    Its loss then reads logits whose vocabulary is sharded over columns.
+    """
+    roles = roles_of(model.module, None)
+    sharding = Sharding(model, roles, layout, axes, model.config.n_layers, whole_logits=False)
+    model.orders = sharding.orders
+    if axes.col.size > 1 and any(role.kind == "head" for role in roles.modules.values()):
+        v, smoothing = model.config.vocab_size, model.config.label_smoothing
+        model.loss = VocabParallelCrossEntropy(axes.col, v, smoothing)  # type: ignore[assignment]
+    if not isinstance(sharding.boundary, Sharded) and axes.col.size > 1:
+        model.recompute.partition = PartitionedActivations(axes.col)
+    return sharding
