@@ -210,6 +210,8 @@ class ModelConfig(Config):
                     f"{key}={value} belongs to family {any_of(families)}, not {self.family}: leave "
                     "it out"
                 )
+        if self.family == "network":
+            yield from self._folder_problems()
         if self.norm_position == "post" and self.family in ("gpt2", "t5", "llama"):
             yield (f"norm_position=post: {self.family} normalizes inputs; use pre")
         if self.family == "t5" and self.token_head and (self.n_labels or self.span_head):
@@ -242,6 +244,14 @@ class ModelConfig(Config):
                 f"rotary positions rotate pairs of features, and a head has {self.head_width}: use "
                 f"head_dim={self.head_width + 1}"
             )
+
+    def _folder_problems(self) -> Iterator[str]:
+        if not self.folder:
+            yield "family=network: what is the network? Use folder=PATH, a Hugging Face folder"
+            return
+        for key, value in sizes_of_folder(self.folder).items():
+            if getattr(self, key) != value and key != "max_seq_len":
+                yield f"{key}={getattr(self, key)}: {self.folder} has {key}={value}; leave it out"
 
     @property
     def head_width(self) -> int:

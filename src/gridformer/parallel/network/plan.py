@@ -212,7 +212,7 @@ def _lists_of_layers(
     for name, module in modules.items():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or not len(module):
             continue
-        paths = [f"{name}.{i}" if name else str(i) for i in range(len(module))]
+        paths = [f"{name}.{i}" if name else i for i, _ in module.named_children()]
         inside = any(name.startswith(f"{one}." if one else "") for one in lists)
         if not inside and all(kinds(path) == {"opening", "closing"} for path in paths):
             lists.append(name)

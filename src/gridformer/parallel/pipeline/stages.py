@@ -54,17 +54,14 @@ def keep_stages(model: Model, stages: tuple[range, ...], axes: Axes) -> None:
         if axes.pp.index not in ranks and any(True for _ in parameters_under(model, path)):
             parent, _, leaf = path.rpartition(".")
             container = model.get_submodule(parent)
-            if isinstance(container, nn.ModuleDict):
-                del container[leaf]
-            else:
-                delattr(container, leaf)
+            delattr(container, leaf)
 
 
 def parameters_under(model: Model, path: str) -> Iterator[nn.Parameter]:
     """Yields the parameters of a submodule; none of a layer that was not built."""
     parent, _, leaf = path.rpartition(".")
     container = model.get_submodule(parent)
-    if not isinstance(container, nn.ModuleDict) or leaf in container:
+    if not isinstance(container, nn.ModuleDict | nn.ModuleList) or leaf in container._modules:
         yield from model.get_submodule(path).parameters()
 
 
