@@ -281,14 +281,29 @@ class Norm(nn.Module):
 def known_norm(norm: nn.Module) -> tuple[float, float] | None:
     """Returns epsilon of a norm, and what it adds to its weight.
 
-    They are found by running a copy of the module with other weights. None if it is no LayerNorm
-    with a bias and no RMSNorm, over the last dimension.
+    They are found by running a copy of the module with other weights, once for each class of them,
+    as a record of a step has no values. None if it is no LayerNorm with a bias and no RMSNorm, over
+    the last dimension.
     """
     shape = getattr(getattr(norm, "weight", None), "shape", ())
     has_bias = getattr(norm, "bias", None) is not None
     vectors = {"weight", "bias"} if has_bias else {"weight"}
     if {name for name, _ in norm.named_parameters()} != vectors or len(shape) != 1:
         return None
+    names = ("eps", "variance_epsilon", "epsilon")
+    said = tuple(e for name in names if isinstance(e := getattr(norm, name, None), float))
+    key = type(norm), said, has_bias, norm.weight.dtype
+    if key not in _known:
+        _known[key] = _probed(norm, shape, said)
+    return _known[key]
+
+
+_known: dict[Any, tuple[float, float] | None] = {}
+
+
+def _probed(
+    norm: nn.Module, shape: tuple[int, ...], said: tuple[float, ...]
+) -> tuple[float, float] | None:
     dtype = torch.promote_types(norm.weight.dtype, torch.float32)  # type: ignore[union-attr]
     probe = copy.deepcopy(norm).to_empty(device="cpu").to(dtype)
     draw = torch.Generator().manual_seed(0)
@@ -298,8 +313,6 @@ def known_norm(norm: nn.Module) -> tuple[float, float] | None:
         for parameter in probe.parameters():
             parameter.copy_(torch.rand(shape, generator=draw) + 0.5)
         y, weight, bias = probe(x), probe.weight, getattr(probe, "bias", None)
-        names = ("eps", "variance_epsilon", "epsilon")
-        said = [e for name in names if isinstance(e := getattr(norm, name, None), float)]
         for eps in said or [torch.finfo(dtype).eps]:
             for plus in (0.0, 1.0):
                 w: Any = weight + plus

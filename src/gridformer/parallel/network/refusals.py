@@ -54,6 +54,8 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     if pp > 1 and not module.supports_pp_plan:
         yield f"layout.pp={pp}: transformers has no plan for {type(module).__name__}: use pp=1"
     one_stage = run.layout.model_copy(update={"pp": 1, "stages_per_rank": 1})
+    for part in module.modules():
+        parts.known_norm(part)  # which are then known to records of a step
     yield from _unsupported(one_stage)
     yield from _problems(module, roles_of(module, None), one_stage)
     if run.data.document_mask:
