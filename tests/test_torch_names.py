@@ -21,7 +21,7 @@ LISTED = [
 ]
 OPERATORS = r"torch\.ops\.|torch\.(_foreach|_fused)_\w+$"  # used anywhere
 PYTHON = {"_replace", "_asdict", "_fields", "_exit", "_current_frames", "_getframe"}
-PYTHON |= {"_forkserver", "_forkserver_pid"}
+PYTHON |= {"_forkserver", "_forkserver_pid", "_init_weights"}  # which transformers' models have
 
 
 def private(name: str) -> set[str]:

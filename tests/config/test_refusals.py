@@ -65,7 +65,7 @@ REFUSED: list[tuple[str, ...]] = [
     ("belongs to family t5 or transformer", BERT, "model.n_decoder_layers=2"),
     ("norm_position=post: t5 normalizes inputs", T5, "model.norm_position=post"),
     ("relative_buckets=8 belongs to family t5", "model.relative_buckets=8"),
-    ("n_kv_heads=1 belongs to family llama, not gpt2", "model.n_kv_heads=1"),
+    ("n_kv_heads=1 belongs to family llama or network, not gpt2", "model.n_kv_heads=1"),
     ("use n_kv_heads=1, 2 or 4", LLAMA, "model.n_heads=4", "model.n_kv_heads=3"),
     ("a head has 3: use head_dim=4", LLAMA, "model.head_dim=3"),
     ("llama normalizes inputs; use pre", LLAMA, "model.norm_position=post"),

@@ -3,7 +3,6 @@ against transformers itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 import transformers
 
-from gridformer.config.folder import sizes_of_folder
-from gridformer.prove import in_float64
+from gridformer.config.model import sizes_of_folder
 from tests.support.multirank.exactness import compare
 from tests.support.multirank.matrix import SETTINGS
 from tests.support.multirank.pool import WorkerPool
@@ -53,9 +51,11 @@ def save_llama(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[bool, Path]]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     parent = tmp_path_factory.mktemp("folders")
-    yield {tied: save_llama(parent / str(tied), tie_word_embeddings=tied) for tied in (False, True)}
+    return {
+        tied: save_llama(parent / str(tied), tie_word_embeddings=tied) for tied in (False, True)
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

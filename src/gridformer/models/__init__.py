@@ -12,7 +12,7 @@ from gridformer.models.bert import BERT
 from gridformer.models.decoder import GPT2, Llama
 from gridformer.models.encoder_decoder import T5, EncoderDecoder, Transformer
 from gridformer.models.model import LOSSES, Activations, Link, Model
-from gridformer.models.network import Network
+from gridformer.models.network import NetworkModel
 
 FAMILIES: dict[Family, type[Model]] = {
     "gpt2": GPT2,
@@ -20,7 +20,7 @@ FAMILIES: dict[Family, type[Model]] = {
     "t5": T5,
     "transformer": Transformer,
     "llama": Llama,
-    "network": Network,
+    "network": NetworkModel,
 }
 
 

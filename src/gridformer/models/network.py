@@ -60,7 +60,7 @@ def _layer_of(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (NetworkLayer, kind), {"__module__": kind.__module__})
 
 
-class Network(Model):
+class NetworkModel(Model):
     """A language model of transformers: its modules and parameters have their own names.
 
     Hidden states of the whole model, and of the last stage of a pipeline, are logits.
@@ -73,6 +73,8 @@ class Network(Model):
         sharding: What gridformer.parallel.network has made of it.
     """
 
+    module: Any
+    trunk: Any
     sharding: Any
 
     def __init__(self, config: ModelConfig) -> None:
@@ -101,8 +103,9 @@ class Network(Model):
             if held is not None and {f"layers.{name}", f"{self.path}.{name}"}.isdisjoint(held):
                 del layers._modules[name]
                 continue
-            layer.__class__ = _layer_of(type(layer))
-            layer.recompute = self.recompute  # type: ignore[assignment]
+            kind: Any = type(layer)
+            layer.__class__ = _layer_of(kind)
+            layer.recompute = self.recompute
 
     def links(self) -> list[Link]:
         before, behind = self._outside()
@@ -282,7 +285,7 @@ def _cache_of(caches: Sequence[KVCache], start: int) -> Any:
     """Returns the caches of layers as transformers' code reads them."""
     from transformers.cache_utils import Cache, CacheLayerMixin
 
-    class OfLayer(CacheLayerMixin):  # type: ignore[misc]
+    class OfLayer(CacheLayerMixin):
         is_compileable = is_sliding = False
         is_initialized = True
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
-from gridformer.models import FAMILIES, Model, Network, blocks, build_model
+from gridformer.models import FAMILIES, Model, NetworkModel, blocks, build_model
 from gridformer.models.blocks import Init, attach_copies, attach_gradient_slots
 from gridformer.models.model import only_layers
 from gridformer.parallel import pipeline
@@ -60,7 +60,7 @@ def parallelize(
             "gridformer.parallel.branches.parallelize_branches(network, g)"
         )
     choices = choices or decide(model.config, layout)
-    if isinstance(model, Network):
+    if isinstance(model, NetworkModel):
         from gridformer.parallel.network.replacing import shard_model
 
         model.sharding = shard_model(model, layout, axes)
@@ -107,9 +107,9 @@ def build_parallel(
     if layout.pp > 1:
         pipeline.mark_shared(model, axes)
     cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
-    values = model.initial_values(seed) if isinstance(model, Network) and filled else None
+    values = model.initial_values(seed) if isinstance(model, NetworkModel) and filled else None
     initialize(model, seed, device, PARAMETER_DTYPE[dtype], cut, filled, values)
-    if isinstance(model, Network):
+    if isinstance(model, NetworkModel):
         model.sharding.finish(model)
         model.fill_buffers(device)
     attach_copies(model, getattr(torch, dtype), choices.cast_once)

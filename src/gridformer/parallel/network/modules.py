@@ -285,14 +285,14 @@ def known_norm(norm: nn.Module) -> tuple[float, float] | None:
     as a record of a step has no values. None if it is no LayerNorm with a bias and no RMSNorm, over
     the last dimension.
     """
-    shape = getattr(getattr(norm, "weight", None), "shape", ())
-    has_bias = getattr(norm, "bias", None) is not None
+    weight: Any = getattr(norm, "weight", None)
+    shape, has_bias = getattr(weight, "shape", ()), getattr(norm, "bias", None) is not None
     vectors = {"weight", "bias"} if has_bias else {"weight"}
     if {name for name, _ in norm.named_parameters()} != vectors or len(shape) != 1:
         return None
     names = ("eps", "variance_epsilon", "epsilon")
     said = tuple(e for name in names if isinstance(e := getattr(norm, name, None), float))
-    key = type(norm), said, has_bias, norm.weight.dtype
+    key = type(norm), said, has_bias, weight.dtype
     if key not in _known:
         _known[key] = _probed(norm, shape, said)
     return _known[key]
@@ -304,8 +304,9 @@ _known: dict[Any, tuple[float, float] | None] = {}
 def _probed(
     norm: nn.Module, shape: tuple[int, ...], said: tuple[float, ...]
 ) -> tuple[float, float] | None:
-    dtype = torch.promote_types(norm.weight.dtype, torch.float32)  # type: ignore[union-attr]
-    probe = copy.deepcopy(norm).to_empty(device="cpu").to(dtype)
+    probe: Any = copy.deepcopy(norm).to_empty(device="cpu")
+    dtype = torch.promote_types(probe.weight.dtype, torch.float32)
+    probe = probe.to(dtype)
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(8, *shape, generator=draw, dtype=dtype)
     x = torch.cat((2 * x[:4] + 1, 1e-3 * x[4:]))  # in which epsilon counts little, and much
@@ -319,7 +320,7 @@ def _probed(
                 if bias is None:
                     expected = F.rms_norm(x, shape, w, eps)
                 else:
-                    expected = F.layer_norm(x, shape, w, bias, eps)  # type: ignore[arg-type]
+                    expected = F.layer_norm(x, shape, w, bias, eps)
                 if torch.allclose(y, expected, rtol=1e-4):
                     return eps, plus
     return None

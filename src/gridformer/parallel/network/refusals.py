@@ -49,7 +49,7 @@ def check(module: nn.Module, layout: LayoutConfig, plan: Mapping[str, str] | Non
 def run_problems(run: RunConfig) -> Iterator[str]:
     """Yields what keeps the network of a run, and its training, from a layout."""
     outline = model_outline(run.model)
-    assert isinstance(outline, models.Network)
+    assert isinstance(outline, models.NetworkModel)
     module, pp = outline.module, run.layout.pp
     if pp > 1 and not module.supports_pp_plan:
         yield f"layout.pp={pp}: transformers has no plan for {type(module).__name__}: use pp=1"

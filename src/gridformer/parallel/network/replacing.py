@@ -78,10 +78,10 @@ class Sharding:
         if isinstance(self.boundary, Sharded):
             for several in lists:
                 here = dict(several.named_children())
-                if first := here.get("0"):
-                    parts.cut_at_first(first, self.boundary)
-                if last := here.get(str((n_layers or len(here)) - 1)):
-                    parts.join_at_last(last, self.boundary)
+                if "0" in here:
+                    parts.cut_at_first(here["0"], self.boundary)
+                if (last := str((n_layers or len(here)) - 1)) in here:
+                    parts.join_at_last(here[last], self.boundary)
         names = dict(module.named_parameters())
         self.orders = {n: self._orders[p] for n, p in names.items() if p in self._orders}
         self._dropped = [n for n, p in names.items() if p in self._equal and axes.col.index]
@@ -158,14 +158,15 @@ class Sharding:
             placement = replace(placement, cut=(None,) * whole.dim())
         shard_parameter(owner, name, placement, self.axes)
         local = owner.get_parameter(name)
-        self._placed[whole] = local.requires_grad_(whole.requires_grad)
+        local.requires_grad = whole.requires_grad
+        self._placed[whole] = local
         if order is not None:
             self._orders[local] = placement.cut.index("col"), order
         if equal:
             self._equal.add(local)
 
 
-def shard_model(model: models.Network, layout: LayoutConfig, axes: Axes) -> Sharding:
+def shard_model(model: models.NetworkModel, layout: LayoutConfig, axes: Axes) -> Sharding:
     """Shards a network that is one of gridformer's families, whose parameters are not allocated.
 
     Its loss then reads logits whose vocabulary is sharded over columns.
