@@ -1,5 +1,5 @@
-"""A network of transformers under the trainer's parts: every layout against one device, and that
-against transformers itself."""
+"""Networks of transformers as a family: every layout against one device, and that against
+transformers; a run that moves between layouts and becomes a folder again; records of a step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ import pytest
 import torch
 import transformers
 
+from gridformer.checkpoint.convert.exporting import export_run
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run
 from gridformer.config.model import sizes_of_folder
+from gridformer.mesh import Axes
+from gridformer.parallel.build import build_parallel
+from gridformer.parallel.validation import check_layout
+from gridformer.prove import in_float64
+from gridformer.train.plan import Plan
+from gridformer.utils.errors import ConfigError
+from tests.record.test_composed import both, same
 from tests.support.multirank.exactness import compare
 from tests.support.multirank.matrix import SETTINGS
 from tests.support.multirank.pool import WorkerPool
+from tests.support.multirank.runs import TRAIN, assert_same_run, plan_for, start_from, train
 
 LAYERS = 5
 GRID = {"rows": 2, "cols": 2}
@@ -41,7 +51,7 @@ def save_llama(folder: Path, **changes: Any) -> Path:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         **{
-            **{"vocab_size": 89, "hidden_size": 48, "intermediate_size": 96},
+            **{"vocab_size": 301, "hidden_size": 48, "intermediate_size": 96},
             **{"num_hidden_layers": LAYERS, "num_attention_heads": 12, "num_key_value_heads": 4},
             **{"max_position_embeddings": 24, "tie_word_embeddings": False, **changes},
         }
@@ -68,3 +78,101 @@ def test_equals_one_device(pool: WorkerPool, folders: dict[bool, Path], layout: 
     with pool.limit(280.0):  # each process imports transformers at first
         worst = pool.run(n, compare, keys, model, settings, 3)
     assert max(max(one.values()) for one in worst) < 1e-9, worst
+
+
+SIZES = {"vocab_size": 89, "hidden_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", {**SIZES, **HEADS}),
+    "Qwen3, norms of heads": ("Qwen3ForCausalLM", {**SIZES, **HEADS, "head_dim": 8}),
+    "Phi3, fused products": ("Phi3ForCausalLM", {**SIZES, **HEADS}),
+    "Gemma2, soft caps": ("Gemma2ForCausalLM", {**SIZES, **HEADS, "head_dim": 8}),
+}
+
+
+def save(folder: Path, name: str, values: dict[str, Any]) -> Any:
+    """Save a network of transformers with random weights, and return it in float64."""
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    network = kind(kind.config_class(**values, max_position_embeddings=24))
+    network.save_pretrained(folder)
+    return network.double().train()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_one_device_equals_transformers(tmp_path: Path, name: str) -> None:
+    theirs = save(tmp_path, *OTHERS[name])
+    config = ModelConfig(**sizes_of_folder(str(tmp_path)))
+    model = build_parallel(config, LayoutConfig(), Axes(), 0, torch.device("cpu"), "float64")
+    tokens = torch.randint(89, (4, 13), generator=torch.Generator().manual_seed(1))
+    rows = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].contiguous()}
+    with in_float64():
+        logits = theirs(input_ids=rows["tokens"], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows["targets"].flatten())
+        loss.backward()
+        ours = model.losses(rows)["tokens"] / rows["targets"].numel()
+        ours.backward()
+    assert float(ours.detach()) == pytest.approx(float(loss.detach()), rel=1e-12)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    orders: Any = model.orders
+    for p_name, p in theirs.named_parameters():
+        want = p.grad
+        assert want is not None
+        if p_name in orders:
+            want = want.index_select(*orders[p_name])
+        assert (found[p_name] - want).abs().max() < 1e-12, p_name
+
+
+def a_run(folder: Path, data: Path, layout: dict[str, Any], **changes: Any) -> RunConfig:
+    settings = {**TRAIN, "global_batch": 8, "eval_batches": 2, "device": "cpu"}
+    sections = {"model": {"folder": str(folder)}, "data": {"path": str(data), "seq_len": 12}}
+    return parse_run(
+        {"name": "test", **sections, "layout": layout, "train": {**settings, **changes}}
+    )
+
+
+def test_a_run_moves_and_is_exported(
+    pool: WorkerPool, folders: dict[bool, Path], token_folder: Path, tmp_path: Path
+) -> None:
+    one, grid = {"scheme": "megatron", "cols": 2}, {"scheme": "optimus", "rows": 2, "cols": 2}
+
+    def plan(out: str, layout: dict[str, Any]) -> Plan:
+        return plan_for(a_run(folders[False], token_folder, layout), tmp_path / out)
+
+    with pool.limit(280.0):
+        pool.run(2, train, plan("whole", one))
+        start_from(tmp_path / "whole", tmp_path / "moved")
+        pool.run(4, train, plan("moved", grid))
+    assert_same_run(tmp_path / "whole", tmp_path / "moved")
+    done = export_run(tmp_path / "moved", tmp_path / "exported")
+    assert done.architecture == "LlamaForCausalLM"
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    before = transformers.AutoModelForCausalLM.from_pretrained(folders[False])
+    moved = [(a - b).abs().max() for a, b in zip(exported.parameters(), before.parameters())]
+    assert 0 < max(moved) < 0.1, "five steps change weights a little"
+
+
+@pytest.mark.parametrize("layout", ["megatron s", "pipeline of grids", "optimus fsdp"])
+def test_records_are_composed(folders: dict[bool, Path], layout: str) -> None:
+    how = {"device": "cuda", "dtype": "bfloat16", "recompute": "full"}
+    for few, whole in both(check_layout(a_run(folders[True], Path(), LAYOUTS[layout], **how))):
+        same(few, whole)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "heads": ({"scheme": "megatron", "cols": 6}, {}, "16 outputs do not divide by layout.cols=6"),
+    "rows over s": ({"scheme": "optimus", **GRID, "rows_over": "sequence"}, {}, "rows_over=batch"),
+    "branches": ({"scheme": "subgraph", "branches": 2}, {}, "use megatron"),
+    "documents": ({}, {"document_mask": True}, "networks of others read no documents"),
+    "key": ({}, {"hidden_size": 64}, "hidden_size=48; leave it out"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(folders: dict[bool, Path], case: str) -> None:
+    layout, other, said = REFUSED[case]
+    run = {"model": {"folder": str(folders[False])}, "data": {"path": "."}, "layout": layout}
+    section = "data" if "document_mask" in other else "model"
+    run[section] |= other
+    with pytest.raises(ConfigError, match=said):
+        check_layout(parse_run(run))

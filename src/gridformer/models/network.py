@@ -180,7 +180,10 @@ class NetworkModel(Model):
 
     @torch.no_grad()
     def fill_buffers(self, device: torch.device) -> None:
-        """Allocates buffers, such as the frequencies of rotary positions, as transformers does."""
+        """Allocates buffers, such as the frequencies of rotary positions, as transformers does.
+
+        It also initializes parameters, so call it before they are allocated.
+        """
         for part in self.module.modules():
             for name, buffer in [*part.named_buffers(recurse=False)]:
                 part._buffers[name] = torch.empty_like(buffer, device=device)

@@ -107,11 +107,12 @@ def build_parallel(
     if layout.pp > 1:
         pipeline.mark_shared(model, axes)
     cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
+    if isinstance(model, NetworkModel):
+        model.fill_buffers(device)
     values = model.initial_values(seed) if isinstance(model, NetworkModel) and filled else None
     initialize(model, seed, device, PARAMETER_DTYPE[dtype], cut, filled, values)
     if isinstance(model, NetworkModel):
         model.sharding.finish(model)
-        model.fill_buffers(device)
     attach_copies(model, getattr(torch, dtype), choices.cast_once)
     attach_gradient_slots(model)
     reserve_padding(model.parameters(), axes)

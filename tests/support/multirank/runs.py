@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import read_manifest
-from gridformer.config import parse_run
+from gridformer.config import RunConfig, parse_run
 from gridformer.data import TokenFolder
 from gridformer.data.samples.batches import open_samples
 from gridformer.launch.plan import plan_run
@@ -43,7 +43,11 @@ def plan_of(data: Path, out: Path, layout: dict[str, Any], **train: Any) -> Plan
     model = {**SIZE, "n_heads": 12, "vocab_size": 301, "max_seq_len": 12, "attention_dropout": 0.1}
     settings = {**TRAIN, "global_batch": 24, "warmup_steps": 2, "eval_batches": 2, **train}
     sections = {"model": model, "layout": layout, "data": {"path": str(data), "seq_len": 12}}
-    run = parse_run({"name": "test", "train": settings, **sections})
+    return plan_for(parse_run({"name": "test", "train": settings, **sections}), out)
+
+
+def plan_for(run: RunConfig, out: Path) -> Plan:
+    """Plan a run, which goes on from its last checkpoint."""
     check_layout(run)
     resume = find.latest(out)
     step = read_manifest(resume).step if resume else 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.convert.importing import (
@@ -20,7 +21,14 @@ from gridformer.checkpoint.convert.importing import (
     write_json,
 )
 from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
-from gridformer.checkpoint.convert.table import Kind, TableEntry, head_problem, label_keys
+from gridformer.checkpoint.convert.table import (
+    Form,
+    Kind,
+    Shape,
+    TableEntry,
+    head_problem,
+    label_keys,
+)
 from gridformer.checkpoint.manifest import (
     KEPT,
     advice_for_readers,
@@ -42,6 +50,7 @@ from gridformer.data.chat import CHAT_FILE, read_chat, stop_ids
 from gridformer.data.side_texts import read_label_names
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.data.tokenizer import BEGINS, SETTINGS, spelled
+from gridformer.parallel.network.replacing import orders_of
 from gridformer.utils.errors import ConfigError, DataError
 from gridformer.utils.files import new_folder, refuse_existing
 from gridformer.utils.units import GIB
@@ -89,16 +98,23 @@ def export_run(
     if (root / TOKENIZER).is_file() and not (root / KEPT / CONFIG).is_file():
         load_tokenizer(folder, manifest)  # which refuses that of another model
     run = RunConfig.model_validate(manifest.run)
-    kind, config = _kind_of(model, run.task, root / KEPT)
+    shapes = shapes_of(model)
+    if model.family == "network":
+        config = read_mapping(Path(model.folder) / CONFIG)
+        entries = {entry.ours: (entry, 0) for entry in _entries_of_network(model, shapes)}
+    else:
+        kind, config = _kind_of(model, run.task, root / KEPT)
+        config = {"model_type": kind.model_type, **config}
+        entries = {
+            kind.renamed(model, name): (entry, part)
+            for entry in kind.entries(model)
+            for part, name in enumerate(entry.theirs)
+        }
     tell("verifying the checkpoint")
     with advice_for_readers(folder):
         verify_checkpoint(folder)
-    shapes = shapes_of(model)
     stored = StoredParameters(folder, manifest, shapes)
-    streamed: dict[str, Streamed] = {}
-    for entry in kind.entries(model):
-        for part, name in enumerate(entry.theirs):
-            streamed[kind.renamed(model, name)] = _streamed(entry, part, stored, dtype)
+    streamed = {name: _streamed(*which, stored, dtype) for name, which in entries.items()}
     with new_folder(out) as writing:
         n_files = write_weight_files(streamed, writing, int(shard_gib * GIB), tell)
         imported = manifest.weights_only and not manifest.step
@@ -106,12 +122,30 @@ def export_run(
         types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in streamed.values())
         if "id2label" in config and (names := read_label_names(root)):
             config |= label_keys(model.n_labels, names)
-        values = {"model_type": kind.model_type, **tokens, **config}
+        values = {"model_type": config["model_type"], **tokens, **config}
         values["torch_dtype"] = types.most_common(1)[0][0]
         write_json(writing / CONFIG, values)
     n_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
     architecture = config["architectures"][0]
-    return Exported(kind.model_type, architecture, n_parameters, n_files, manifest.step)
+    return Exported(config["model_type"], architecture, n_parameters, n_files, manifest.step)
+
+
+def _entries_of_network(model: ModelConfig, shapes: Mapping[str, Shape]) -> Iterator[TableEntry]:
+    """Yields how the parameters of a network of transformers are stored: under their own names."""
+    orders = orders_of(model)
+
+    def form_of(name: str) -> Form:
+        dim, order = orders.get(name, (0, None))
+
+        def theirs(ours: Tensor) -> list[Tensor]:
+            return [
+                ours if order is None else ours.index_select(dim, order.argsort().to(ours.device))
+            ]
+
+        return Form(lambda theirs: theirs[0], theirs)
+
+    for name in shapes:
+        yield TableEntry(name, (name,), form_of(name))
 
 
 def _kind_of(model: ModelConfig, task: Task, kept: Path) -> tuple[Kind, dict[str, Any]]:

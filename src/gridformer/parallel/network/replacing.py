@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gridformer import models
-from gridformer.config import LayoutConfig
+from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.parallel.network import modules as parts
 from gridformer.parallel.network.plan import PlanRole, Roles, holder_of, roles_of
@@ -164,6 +164,14 @@ class Sharding:
             self._orders[local] = placement.cut.index("col"), order
         if equal:
             self._equal.add(local)
+
+
+def orders_of(config: ModelConfig) -> dict[str, tuple[int, Tensor]]:
+    """Returns `NetworkModel.orders`, which are the same on all layouts."""
+    with torch.device("meta"):
+        model = models.NetworkModel(config)
+    shard_model(model, LayoutConfig(), Axes())
+    return model.orders
 
 
 def shard_model(model: models.NetworkModel, layout: LayoutConfig, axes: Axes) -> Sharding:
