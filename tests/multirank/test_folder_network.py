@@ -1,5 +1,5 @@
 """Networks of transformers as a family: every layout against one device, and that against
-transformers; a run that moves between layouts and becomes a folder again; records of a step."""
+transformers; a run that moves between layouts and becomes a folder again."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from gridformer.parallel.validation import check_layout
 from gridformer.prove import in_float64
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import ConfigError
-from tests.record.test_composed import both, same
+from tests.support.foreign import save_llama
 from tests.support.multirank.exactness import compare
 from tests.support.multirank.matrix import SETTINGS
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import TRAIN, assert_same_run, plan_for, start_from, train
 
-LAYERS = 5
 GRID = {"rows": 2, "cols": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron": {"scheme": "megatron", "cols": 2},
@@ -45,19 +44,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline of grids": {"pp": 2, "micro_batches": 2, "scheme": "optimus", **GRID},
     "pipeline s": {"pp": 2, "micro_batches": 2, "scheme": "megatron_2d", **GRID},
 }
-
-
-def save_llama(folder: Path, **changes: Any) -> Path:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{
-            **{"vocab_size": 301, "hidden_size": 48, "intermediate_size": 96},
-            **{"num_hidden_layers": LAYERS, "num_attention_heads": 12, "num_key_value_heads": 4},
-            **{"max_position_embeddings": 24, "tie_word_embeddings": False, **changes},
-        }
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +136,6 @@ def test_a_run_moves_and_is_exported(
     before = transformers.AutoModelForCausalLM.from_pretrained(folders[False])
     moved = [(a - b).abs().max() for a, b in zip(exported.parameters(), before.parameters())]
     assert 0 < max(moved) < 0.1, "five steps change weights a little"
-
-
-@pytest.mark.parametrize("layout", ["megatron s", "pipeline of grids", "optimus fsdp"])
-def test_records_are_composed(folders: dict[bool, Path], layout: str) -> None:
-    how = {"device": "cuda", "dtype": "bfloat16", "recompute": "full"}
-    for few, whole in both(check_layout(a_run(folders[True], Path(), LAYOUTS[layout], **how))):
-        same(few, whole)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gridformer.cluster.file import load_cluster
-from gridformer.config import LayoutConfig, RunConfig
+from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.memory.estimate import Changes, changes_of
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto import heuristics
@@ -24,6 +25,7 @@ from gridformer.record.itineraries import shortened
 from gridformer.record.layers import NotPeriodicError
 from gridformer.record.rank import RankRecord, record_ranks
 from gridformer.record.step import RecordOptions, StepPart, StepRecord, record_step
+from tests.support.foreign import save_llama
 from tests.support.marks import full_unless
 from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run
@@ -309,6 +311,23 @@ def test_gradients_are_multiplied_while_activations_travel(monkeypatch: pytest.M
                 alone += multiplied[event.number] == products
         # The last closing product has none after it in the chain, and the lookup's is the table's.
         assert alone <= 3
+
+
+@pytest.mark.parametrize("method", ["tokens", "pipeline of grids", "fsdp"])
+def test_a_network_of_transformers(tmp_path: Path, method: str) -> None:
+    folder = str(save_llama(tmp_path, num_hidden_layers=10))
+    grid = {"scheme": "optimus", "rows": 2, "cols": 2}
+    layout = {
+        "tokens": {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "dp": 2},
+        "pipeline of grids": {**grid, "pp": 2, "micro_batches": 4},
+        "fsdp": {**grid, "dp": 2, "dp_mode": "fsdp"},
+    }[method]
+    how = {"global_batch": 16, "device": "cuda", "dtype": "bfloat16", "recompute": "full"}
+    run = parse_run(
+        {"model": {"folder": folder}, "data": {"path": "."}, "layout": layout, "train": how}
+    )
+    for few, whole in both(check_layout(run)):
+        same(few, whole)
 
 
 @pytest.mark.parametrize("training", [True, False])

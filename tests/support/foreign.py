@@ -7,6 +7,9 @@ import struct
 from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
+from typing import Any
+
+import torch
 
 # The letters that stand for the dtypes of Megatron-LM's codes in the module struct.
 LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
@@ -73,3 +76,19 @@ def put(name: str, at: int, value: bytes) -> Callable[[Path], None]:
 def without(name: str) -> Callable[[Path], None]:
     """Return what removes a file of a folder."""
     return lambda folder: (folder / name).unlink()
+
+
+def save_llama(folder: Path, **changes: Any) -> Path:
+    """Save a small Llama of transformers with random weights, and return its folder."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{
+            **{"vocab_size": 301, "hidden_size": 48, "intermediate_size": 96},
+            **{"num_hidden_layers": 5, "num_attention_heads": 12, "num_key_value_heads": 4},
+            **{"max_position_embeddings": 24, "tie_word_embeddings": False, **changes},
+        }
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
