@@ -195,8 +195,8 @@ def main(
 
 _HOW = f"""\
 Network namespaces are {MACHINE.nodes} nodes of {MACHINE.each} processes, with a link of
-{MACHINE.mbit:g} Mbit/s a node. Control groups give each process an equal part of the cores. One
-that waits lends its part to no other, like a device: if it did, a pipeline with one micro-batch
+{MACHINE.mbit:g} Mbit/s a node. Control groups give each process an equal part of 80% of the cores.
+One that waits lends its part to no other, like a device: if it did, a pipeline with one micro-batch
 would lose no time of the processor, and the last column is what is predicted then for the same
 layouts. Processes, models, messages (gloo over TCP) and optimizer steps are real.
 
