@@ -176,6 +176,9 @@ class Life:
                 self._resumed()
         else:
             self._train(met.fault.steps)
+        if now.code == 0:
+            self._came_after_the_end(met)
+            return
         if now.code is not None:
             raise LateError(f"the run ended before the fault, with code {now.code}")
         met.step = self.folder.done() if now.trains(self.out) else 0
@@ -260,7 +263,7 @@ class Life:
         met.step = self.folder.done()
 
     def _came_after_the_end(self, met: Met) -> None:
-        """Leaves out a second start that came only when the first had done all steps."""
+        """Leaves out a fault that came only when the run had done all steps."""
         self._ended(self._running().end(), (0,), self.problems)
         self.met.remove(met)
         self.too_late.append(met.fault)
