@@ -123,7 +123,8 @@ def test_a_pipe_that_is_closed_ends_the_command_in_silence(tmp_path: Path) -> No
 
 
 def test_closed_streams_end_no_training(folder: Path, tmp_path: Path) -> None:
-    words = ["train", str(folder / "run.yaml"), f"data.path={folder / 'tokens'}"]
+    """Service managers may close them before the command begins, also for its processes."""
+    words = ["train", str(folder / "run.yaml"), f"data.path={folder / 'tokens'}", "layout.dp=2"]
     command = f"exec {sys.executable} -m gridformer {' '.join(words)} --out out <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], cwd=tmp_path, check=False).returncode == 0
     assert (tmp_path / "out/checkpoints/step-00000002").is_dir()

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
-from examples import resnext_digits, two_towers
+from examples import own_model, resnext_digits, two_towers
+from tests.support.commands import called_here
+from tests.support.launch.programs import ROOT, TORCHRUN
 from tests.support.multirank.pool import WorkerPool
 
-ROOT = Path(__file__).parents[2]
 Learned = tuple[list[float], float]
 
 
@@ -92,11 +95,11 @@ def test_from_the_command_line(command: str, score: str, enough: tuple[float, fl
 
 
 def test_the_script_of_the_how_to_is_complete(tmp_path: Path) -> None:
-    """The script, saved and run as printed, has the same losses on its processes and on one."""
+    """The script, saved and run on two processes and on one, has the same losses."""
     text = (ROOT / "docs" / "how-to" / "branches.md").read_text(encoding="utf-8")
     (script,) = (s for s in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "launch(" in s)
     many, one = tmp_path / "many.py", tmp_path / "one.py"
-    many.write_text(script, encoding="utf-8")
+    many.write_text(script.replace("PROCESSES = 4", "PROCESSES = 2"), encoding="utf-8")
     one.write_text(script.replace("PROCESSES = 4", "PROCESSES = 1"), encoding="utf-8")
     done = subprocess.run([sys.executable, many], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
@@ -112,15 +115,24 @@ def test_the_script_of_the_how_to_is_complete(tmp_path: Path) -> None:
     assert found[0][-1] < found[0][0]
 
 
-def test_own_model_under_torchrun() -> None:
+def of_own_model(*words: str) -> str:
+    """Return what a rank of the script prints, in the group of the pool."""
+    with patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):
+        return called_here(own_model.main, "own_model.py", *words).stdout
+
+
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_own_model(pool: WorkerPool, torchrun: bool) -> None:
     """The losses of a decoder in plain torch are the same on two layouts, to all digits printed."""
-    script, printed = ROOT / "examples" / "own_model.py", []
+    printed = []
     for layout in (["scheme=megatron", "cols=2"], ["dp=2", "dp_mode=fsdp"]):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", str(script), *layout, "--steps", "20"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr
-        printed.append([float(x) for x in re.findall(r"step +\d+  loss ([\d.]+)", done.stdout)])
+        words = [*layout, "--steps", "20"]
+        if torchrun:
+            command = [sys.executable, *TORCHRUN, "2", str(ROOT / "examples/own_model.py"), *words]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            assert done.returncode == 0, done.stderr
+        said = done.stdout if torchrun else pool.run(2, of_own_model, *words)[0]
+        printed.append([float(x) for x in re.findall(r"step +\d+  loss ([\d.]+)", said)])
     assert len(printed[0]) == 2
     assert printed[0] == pytest.approx(printed[1], abs=1e-4)  # in float32
     assert printed[0][1] < printed[0][0] - 0.3

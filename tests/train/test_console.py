@@ -11,11 +11,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
-import yaml
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -88,26 +86,6 @@ def test_a_run_goes_on_if_nobody_reads_what_it_prints() -> None:
         program.stdout = None
         _, said = program.communicate("go on\n")
     assert (program.returncode, said) == (0, "went on\n")
-
-
-def test_processes_of_a_run_go_on_without_standard_output(
-    token_folder: Path, tmp_path: Path
-) -> None:
-    """Service managers may close it before the command begins."""
-    sections: dict[str, Any] = {
-        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
-        "data": {"path": str(token_folder)},
-        "layout": {"dp": 2},
-        "train": {"steps": 1, "global_batch": 2, "eval_batches": 1, "device": "cpu"},
-    }
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(sections))
-    words = [sys.executable, "-m", "gridformer", "train", str(file), "--out", str(tmp_path / "out")]
-    done = subprocess.run(
-        ["sh", "-c", f"exec {shlex.join(words)} >&-"], stderr=subprocess.PIPE, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_full_disk_is_named_also_where_tensorboard_meets_it(tmp_path: Path) -> None:
