@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gridformer.config import LayoutConfig
+from gridformer.config import LayoutConfig, load_run
 from gridformer.launch import launch
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
+from gridformer.models.network import class_of
 from gridformer.parallel.network.network import Network, parallelize
 from gridformer.parallel.network.plan import roles_of
 from gridformer.parallel.network.refusals import check
 from gridformer.parallel.registry import describe_layout
-from gridformer.utils.errors import UserError, require
+from gridformer.utils.errors import UserError
 
 EQUAL = 1e-9
 STEPS = 3
@@ -83,8 +84,10 @@ class NetworkSource:
             UserError: There is no such network.
         """
         torch.manual_seed(0)
-        if Path(self.name).is_dir():
-            module, inputs, notes = self._from_folder(Path(self.name))
+        if (folder := Path(self.name)).is_dir():
+            if (run := folder / "config.yaml").is_file():
+                folder = Path(load_run(run).model.folder or folder)
+            module, inputs, notes = self._from_folder(folder)
             return module, inputs, None, notes
         place, colon, function = self.name.partition(":")
         if not colon:
@@ -105,23 +108,12 @@ class NetworkSource:
     def _from_folder(self, folder: Path) -> tuple[nn.Module, Any, list[str]]:
         """Builds the network of a config.json, with new weights. No code of the folder is run."""
         if not (folder / "config.json").is_file():
-            raise UserError(f"{folder}: has no config.json, as a Hugging Face folder has")
-        require("transformers", "a Hugging Face folder", "hf")
-        import transformers
-
-        try:
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        except (ValueError, OSError) as error:
-            raise UserError(f"{folder}: {error}") from None
-        names = getattr(config, "architectures", None) or ["no architecture"]
-        kind = getattr(transformers, names[0], None)
-        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-            raise UserError(f"{folder}: {names[0]} is not a model of the installed transformers")
-        notes = ["weights are new ones: their values are no part of the proof"]
-        for key in vars(config):
-            if ("dropout" in key or key.endswith("pdrop")) and getattr(config, key):
-                setattr(config, key, 0.0)
-                notes.append(f"{key} is 0")
+            raise UserError(
+                f"{folder}: has no config.json, as a Hugging Face folder has; a run of one of "
+                "gridformer's own families becomes one with gridformer export"
+            )
+        kind, config = class_of(str(folder))
+        notes = ["weights are new ones, and dropout is 0: neither is part of the proof"]
         config.use_cache = False
         with torch.device("meta"):
             size = sum(p.numel() for p in kind(config).parameters())
@@ -133,7 +125,7 @@ class NetworkSource:
             notes.append(f"{_LAYERS} of its {layers} layers, with the same widths and heads")
         module = kind(config)
         inputs = self._inputs_of(module)
-        if names[0].endswith(("ForCausalLM", "LMHeadModel")):
+        if kind.__name__.endswith(("ForCausalLM", "LMHeadModel")):
             inputs["labels"] = inputs["input_ids"]
         return module, inputs, notes
 

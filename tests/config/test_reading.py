@@ -233,3 +233,19 @@ def test_yaml_holds_every_key() -> None:
         known = RunConfig.model_fields[section].annotation
         assert isinstance(known, type)
         assert raw[section].keys() == known.model_fields.keys()
+
+
+def test_the_model_of_a_run_directory(tmp_path: Path) -> None:
+    """It is that of `model: DIRECTORY`, and of train.init_from alone; a task chooses its heads."""
+    there = parse_run({"model": "demo-4m", "data": {"path": "x"}})
+    (tmp_path / "config.yaml").write_text(there.to_yaml(), encoding="utf-8")
+    data: dict[str, Any] = {"data": {"path": "y"}}
+    for run in (
+        parse_run({"model": str(tmp_path), **data}),
+        parse_run(data, [f"train.init_from={tmp_path}"]),
+        parse_run({"train": {"init_from": str(tmp_path)}, **data}),
+    ):
+        assert run.model == there.model
+    labels = parse_run({"data": {"path": "y", "task": "regression"}}, [f"model={tmp_path}"])
+    assert labels.model.n_labels == 1
+    assert labels.model.hidden_size == there.model.hidden_size

@@ -61,6 +61,8 @@ def import_(
             f'writes one: AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}"); '
             f"then copy it to {out}"
         )
+    elif done.run.model.token_head:
+        typer.echo(f'next: gridformer generate {out} --prompt "..."')
 
 
 def export(

@@ -151,6 +151,9 @@ def parse_run(
     for section in ("model", "layout", "data", "train"):
         if section in values and values[section] is None:  # a heading with nothing below it
             values[section] = {}
+    train = values.get("train")
+    if "model" not in values and isinstance(train, dict) and train.get("init_from"):
+        values["model"] = str(train["init_from"])
     if "model" in values:
         try:
             values["model"] = _expand_model(values["model"])
@@ -209,7 +212,15 @@ def _with_origin(
 
 
 def _expand_model(model: Any) -> Any:
-    """Expands `gpt2-124m` and `{name: gpt2-124m, dropout: 0.1}`; keeps other values as they are."""
+    """Expands `gpt2-124m` and `{name: gpt2-124m, dropout: 0.1}`; keeps other values as they are.
+
+    A path is that of a run directory, whose model is taken, or of a Hugging Face folder.
+    """
+    if isinstance(model, str) and model not in model_names():
+        if (kept := Path(model) / "config.yaml").is_file():
+            return _model_of_run(read_yaml(kept))
+        if (Path(model) / "config.json").is_file():
+            return {"folder": model}
     if isinstance(model, str):
         return shipped_model(model)
     if isinstance(model, dict) and model.get("name") in model_names():
@@ -217,6 +228,13 @@ def _expand_model(model: Any) -> Any:
     if isinstance(model, dict) and set(model) == {"name"}:
         return shipped_model(str(model["name"]))
     return model
+
+
+def _model_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the model of a run directory without its heads, which a run's task chooses."""
+    heads = ("token_head", "n_labels", "span_head", "sentence_pair")
+    model = run.get("model")
+    return {k: v for k, v in model.items() if k not in heads} if isinstance(model, dict) else {}
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -238,8 +238,7 @@ def path_of_layers(module: nn.Module) -> str:
 
 
 @lru_cache(maxsize=8)
-def _config_of(folder: str) -> Any:
-    """Returns the config of a folder, for a network without dropout. No code of it is run."""
+def _class_of(folder: str) -> tuple[Any, Any]:
     require("transformers", "a Hugging Face folder", "hf")
     import transformers
 
@@ -250,34 +249,30 @@ def _config_of(folder: str) -> Any:
     for key in [*vars(config)]:
         if ("dropout" in key or key.endswith("pdrop")) and getattr(config, key):
             setattr(config, key, 0.0)
-    return config
-
-
-def class_of(folder: str) -> Any:
-    """Returns the class of transformers that a folder's config.json names.
-
-    Raises:
-        UserError: There is no such class.
-    """
-    config = _config_of(folder)
-    import transformers
-
     name = (getattr(config, "architectures", None) or ["no architecture"])[0]
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise UserError(f"{folder}: {name} is not a model of the installed transformers")
-    return kind
+    return kind, config
+
+
+def class_of(folder: str) -> tuple[Any, Any]:
+    """Returns the class of transformers that a folder names, and its config without dropout.
+
+    No code in the folder is run.
+
+    Raises:
+        UserError: There is no such class.
+    """
+    kind, config = _class_of(folder)
+    return kind, copy.deepcopy(config)
 
 
 def _new_network(sizes: ModelConfig, on_meta: bool = True) -> Any:
-    config = copy.deepcopy(_config_of(sizes.folder))
-    for key in ("num_hidden_layers", "n_layer"):
-        if hasattr(config, key):
-            setattr(config, key, sizes.n_layers)
-            break
+    kind, config = class_of(sizes.folder)
+    config.num_hidden_layers = sizes.n_layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: sizes.n_layers]
-    kind = class_of(sizes.folder)
     if not on_meta:
         return kind(config)
     with torch.device("meta"):

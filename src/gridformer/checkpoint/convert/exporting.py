@@ -24,7 +24,6 @@ from gridformer.checkpoint.convert.kinds import KINDS, kinds_of
 from gridformer.checkpoint.convert.table import (
     Form,
     Kind,
-    Shape,
     TableEntry,
     head_problem,
     label_keys,
@@ -101,7 +100,7 @@ def export_run(
     shapes = shapes_of(model)
     if model.family == "network":
         config = read_mapping(Path(model.folder) / CONFIG)
-        entries = {entry.ours: (entry, 0) for entry in _entries_of_network(model, shapes)}
+        entries = {entry.ours: (entry, 0) for entry in entries_of_network(model)}
     else:
         kind, config = _kind_of(model, run.task, root / KEPT)
         config = {"model_type": kind.model_type, **config}
@@ -130,7 +129,7 @@ def export_run(
     return Exported(config["model_type"], architecture, n_parameters, n_files, manifest.step)
 
 
-def _entries_of_network(model: ModelConfig, shapes: Mapping[str, Shape]) -> Iterator[TableEntry]:
+def entries_of_network(model: ModelConfig) -> Iterator[TableEntry]:
     """Yields how the parameters of a network of transformers are stored: under their own names."""
     orders = orders_of(model)
 
@@ -144,7 +143,7 @@ def _entries_of_network(model: ModelConfig, shapes: Mapping[str, Shape]) -> Iter
 
         return Form(lambda theirs: theirs[0], theirs)
 
-    for name in shapes:
+    for name in shapes_of(model):
         yield TableEntry(name, (name,), form_of(name))
 
 
