@@ -137,6 +137,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tokens": {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
     "megatron_2d": {"scheme": "megatron_2d", "rows": 2, "cols": 2},
     "optimus": {"scheme": "optimus", "rows": 2, "cols": 2},
+    "branches": {"scheme": "subgraph", "branches": 2},
     "fsdp": {"dp": 2, "dp_mode": "fsdp"},
     "zero1": {"scheme": "megatron", "cols": 2, "dp": 2, "dp_mode": "zero1"},
     "both": {"scheme": "optimus", "cols": 2, "dp": 2, "dp_mode": "fsdp"},
@@ -334,7 +335,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]
         lambda: nn.Sequential(Inline(), Inline()),
         {**ONE, "sequence_parallel": True},
         {"*.up": "opening", "*.down": "closing"},
-        r"0\.up: tokens are sharded between sections, and 0 also computes what is between them",
+        r"0\.up: activations are sharded between sections, and 0 also computes what is between",
     ),
     "pipelines": (
         decoder_,

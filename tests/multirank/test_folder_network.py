@@ -34,6 +34,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "optimus": {"scheme": "optimus", **GRID},
     "fsdp": {"dp": 2, "dp_mode": "fsdp"},
     "optimus fsdp": {"scheme": "optimus", **GRID, "dp": 2, "dp_mode": "fsdp"},
+    "branches": {"scheme": "subgraph", "branches": 2, "dp": 2},
+    "branches fsdp": {"scheme": "subgraph", "branches": 2, "dp": 2, "dp_mode": "fsdp"},
+    "pipeline of branches": {"scheme": "subgraph", "branches": 2, "pp": 2, "micro_batches": 2},
     "pipeline": {"pp": 2, "micro_batches": 4},
     "interleaved": {
         "pp": 2,
@@ -62,7 +65,7 @@ def test_equals_one_device(pool: WorkerPool, folders: dict[bool, Path], layout: 
     keys, settings = LAYOUTS[layout], dict(SETTINGS)
     if "pp" in keys or "fsdp" in layout:
         settings["recompute"] = "full"
-    n = keys.get("rows", 1) * keys.get("cols", 1) * keys.get("dp", 1) * keys.get("pp", 1)
+    n = LayoutConfig(**keys).n_processes
     model = sizes_of_folder(str(folders["pipeline" in layout]))
     with pool.limit(280.0):  # each process imports transformers at first
         how = (on_nccl, compare) if layout in ON_NCCL else (compare,)
@@ -149,7 +152,7 @@ def test_a_run_moves_and_is_exported(
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "heads": ({"scheme": "megatron", "cols": 6}, {}, "16 outputs do not divide by layout.cols=6"),
     "rows over s": ({"scheme": "optimus", **GRID, "rows_over": "sequence"}, {}, "rows_over=batch"),
-    "branches": ({"scheme": "subgraph", "branches": 2}, {}, "use megatron"),
+    "first": ({"scheme": "subgraph", "branches": 2, "common": "first"}, {}, "use common=all"),
     "documents": ({}, {"document_mask": True}, "networks of others read no documents"),
     "key": ({}, {"hidden_size": 64}, "hidden_size=48; leave it out"),
 }

@@ -212,6 +212,27 @@ class Closing(_Product):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks belong to a module, which then cannot be replaced."""
+    ends = ("forward_hooks", "forward_pre_hooks")
+    return any(hooks for key, hooks in vars(module).items() if key.endswith(ends))
+
+
+class Whole(nn.Module):
+    """y = x Wᵀ + b, the same on every device."""
+
+    cast_parameters = ("weight", "bias")
+
+    def __init__(self, plain: nn.Linear, placement: ParamPlacement, place: Place) -> None:
+        super().__init__()
+        self.weight, self.bias = plain.weight, plain.bias
+        for name, _ in [*self.named_parameters()]:
+            place(self, name, placement, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, transposed(self.weight), self.bias)
+
+
 def order_of_parts(widths: tuple[int, ...], n: int) -> Tensor:
     """Returns the columns of parts that lie side by side in an order of n blocks.
 

@@ -57,7 +57,7 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     for part in module.modules():
         parts.known_norm(part)  # which are then known to records of a step
     yield from _unsupported(one_stage)
-    yield from _problems(module, roles_of(module, None), one_stage)
+    yield from _problems(module, roles_of(module, None), one_stage, pp)
     if run.data.document_mask:
         yield "data.document_mask=true: networks of others read no documents: use false"
 
@@ -65,11 +65,9 @@ def run_problems(run: RunConfig) -> Iterator[str]:
 def _unsupported(layout: LayoutConfig) -> Iterator[str]:
     refused: dict[str, tuple[object, str]] = {
         "pp": (layout.pp > 1, "pipelines need a chain of gridformer's own links: use pp=1"),
-        "branches": (
-            "branches" in spec_of(layout).axes,
-            "subgraph needs branches (gridformer.parallel.branches): use megatron, megatron_2d or "
-            "optimus",
-        ),
+        "common": (layout.common != "all", "use common=all"),
+        "attention": (layout.attention != "inside", "use attention=inside"),
+        "feed_forward": (layout.feed_forward != "branched", "use feed_forward=branched"),
         "rows_over": (layout.rows_over == "sequence", "use rows_over=batch"),
         "stationary": (layout.stationary != "auto", "use stationary=auto"),
         "schedule": (layout.schedule not in ("auto", "gather"), "use schedule=gather"),
@@ -82,7 +80,7 @@ def _unsupported(layout: LayoutConfig) -> Iterator[str]:
             yield f"layout.{key}={value} is not for networks of others yet: {remedy}"
 
 
-def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterator[str]:
+def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1) -> Iterator[str]:
     """Yields a sentence for everything that keeps a network from running on a layout."""
     yield from roles.problems
     yield from described(roles)
@@ -90,6 +88,8 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterator
         return
     modules = dict(module.named_modules(remove_duplicate=False))
     between = spec_of(layout).boundary(layout).activation_layout
+    key, n = columns_of(layout)
+    columns = f"layout.{key}={n}"
     if between != "replicated" and not roles.lists:
         yield (
             "activations between sections are sharded on this layout, from the first layer to the "
@@ -104,29 +104,38 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterator
         yield from _of_module(name, modules[name], role, roles, layout, between)
         if role.kind == "opening":
             yield from _of_heads(name, modules, role, layout)
-    if between == "s":
+    if between in ("s", "b"):
         yield from _of_tokens(modules, roles)
+        config = getattr(module, "config", None)
+        masked = getattr(config, "sliding_window", None) or (
+            getattr(config, "_attn_implementation", "sdpa") != "sdpa"
+        )
+        if masked and (between == "b" or pp > 1):
+            yield (
+                f"{type(module).__name__} makes masks of attention for what a device has between "
+                "sections: use scheme=megatron without sequence_parallel, or optimus"
+            )
     yield from _of_shared(module, roles, layout)
     for name, role in roles.heads.items():
         for attribute in role.attributes:
             value = getattr(modules[name], attribute, None)
-            if not isinstance(value, int) or value % layout.cols:
+            if not isinstance(value, int) or value % n:
                 yield (
                     f"{name}.{attribute}={value}: heads of {name} must be a number that "
-                    f"layout.cols={layout.cols} divides"
+                    f"{columns} divides"
                 )
     for name, role in roles.parameters.items():
         size = module.get_parameter(name).shape
-        if role.kind == "local" and (not size or size[0] % layout.cols):
-            yield f"{name} {list(size)}: dimension 0 does not divide by layout.cols={layout.cols}"
+        if role.kind == "local" and (not size or size[0] % n):
+            yield f"{name} {list(size)}: dimension 0 does not divide by {columns}"
         if role.kind == "replicated" and between != "replicated" and roles.in_layers(name):
             yield (
                 f"{name}: replicated parameters inside layers need whole activations between "
                 "sections: use scheme=megatron without sequence_parallel"
             )
     heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
-    if isinstance(heads, int) and heads % layout.cols:
-        yield f"config.num_attention_heads={heads} does not divide by layout.cols={layout.cols}"
+    if isinstance(heads, int) and heads % n:
+        yield f"config.num_attention_heads={heads} does not divide by {columns}"
     yield from _random_or_mixing(modules, layout)
 
 
@@ -135,13 +144,14 @@ def _of_heads(
 ) -> Iterator[str]:
     """Heads must be whole on a device, as far as an attention module says how wide they are."""
     product = modules[name]
+    key, n = columns_of(layout)
     head = _head_width(modules[holder_of(name, modules)])
     weight: Any = product.weight
     for width in dict.fromkeys(role.widths(weight.shape[1 if is_conv1d(product) else 0])):
-        if width % layout.cols == 0 and width // layout.cols % head:
+        if width % n == 0 and width // n % head:
             yield (
                 f"{name}: its {width // head} heads of width {head} do not divide by "
-                f"layout.cols={layout.cols}"
+                f"layout.{key}={n}"
             )
 
 
@@ -154,9 +164,9 @@ def _of_tokens(modules: Mapping[str, nn.Module], roles: Roles) -> Iterator[str]:
         norms = [n for n, r in roles.modules.items() if r.kind == "norm"]
         if _is_layer(holder, roles) or any(n.startswith(f"{holder}.") for n in norms):
             yield (
-                f"{name}: tokens are sharded between sections, and {holder} also computes what is "
-                "between them: put the section into a module of its own, or use scheme=megatron "
-                "without sequence_parallel, or optimus"
+                f"{name}: activations are sharded between sections, and {holder} also computes "
+                "what is between them: put the section into a module of its own, or use "
+                "scheme=megatron without sequence_parallel, or optimus"
             )
 
 
@@ -202,9 +212,8 @@ def _of_module(
     name: str, module: nn.Module, role: PlanRole, roles: Roles, layout: LayoutConfig, between: str
 ) -> Iterator[str]:
     """Yields what keeps a module from having its role."""
-    cols, rows = layout.cols, layout.rows
-    ends = ("forward_hooks", "forward_pre_hooks")
-    hooked = any(hooks for key, hooks in vars(module).items() if key.endswith(ends))
+    (key, cols), rows = columns_of(layout), layout.rows
+    hooked = parts.has_hooks(module)
     if role.kind == "norm":
         if between == "h" and roles.in_layers(name) and parts.known_norm(module) is None:
             yield (
@@ -230,21 +239,21 @@ def _of_module(
     weight: Any = module.weight
     n_out, n_in = weight.shape[::-1] if is_conv1d(module) else weight.shape
     if role.kind == "closing":
-        sizes = [("inputs", n_in, "cols", cols), ("outputs", n_out, "rows", rows)]
+        sizes = [("inputs", n_in, key, cols), ("outputs", n_out, "rows", rows)]
         if between == "h" and roles.in_layers(name):
-            sizes.append(("outputs", n_out, "cols", cols))
+            sizes.append(("outputs", n_out, key, cols))
     else:
         sizes = [("inputs", n_in, "rows", rows)]
         widths = role.widths(n_out)
         if sum(widths) != n_out:
             yield f"{name}: parts {role.parts} do not add up to its {n_out} outputs"
         if role.kind == "opening":
-            sizes += [("outputs", width, "cols", cols) for width in dict.fromkeys(widths)]
+            sizes += [("outputs", width, key, cols) for width in dict.fromkeys(widths)]
         if between == "h" and roles.in_layers(name):
-            sizes.append(("inputs", n_in, "cols", cols))
-    for what, size, key, n in sizes:
+            sizes.append(("inputs", n_in, key, cols))
+    for what, size, axis, n in sizes:
         if size % n:
-            yield f"{name}: {size} {what} do not divide by layout.{key}={n}"
+            yield f"{name}: {size} {what} do not divide by layout.{axis}={n}"
 
 
 def _head_width(module: nn.Module) -> int:
@@ -256,3 +265,9 @@ def _head_width(module: nn.Module) -> int:
 
 def _is_layer(path: str, roles: Roles) -> bool:
     return path.rpartition(".")[0] in roles.lists and path.rpartition(".")[2].isdecimal()
+
+
+def columns_of(layout: LayoutConfig) -> tuple[str, int]:
+    """Returns the key of a layout that counts the devices which share a section, and its value."""
+    key = "branches" if "branches" in spec_of(layout).axes else "cols"
+    return key, int(getattr(layout, key))

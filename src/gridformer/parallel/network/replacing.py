@@ -42,14 +42,20 @@ class Sharding:
         n_layers: int = 0,
         whole_logits: bool = True,
     ) -> None:
-        self.axes, self._whole_logits = axes, whole_logits
         boundary = spec_of(layout).boundary(layout)
+        self.branched = boundary.activation_layout == "b"
+        if self.branched:  # a grid of one row
+            axes = replace(axes, col=axes.branch)
+        self.axes, self._whole_logits = axes, whole_logits
         self.boundary = boundary_of(boundary, axes)
         self.whole = Replicated(axes.col)
         # Gradients of what all devices of a row compute alike are equal there; rows have other
         # samples. They are summed over the grid with those of column 0 alone.
         self.equal = ParamPlacement((), copies="grid", partial=axes.row.size > 1)
         self.summed = ParamPlacement((), copies="grid", partial=True)
+        if self.branched:  # what is common computes other samples on every device
+            self.equal = ParamPlacement((), replicas="dp_branch")
+            self.summed = ParamPlacement((), copies="branch", partial=True)
         self._placed: dict[nn.Parameter, nn.Parameter] = {}
         self._orders: dict[nn.Parameter, tuple[int, Tensor]] = {}
         self._equal: set[nn.Parameter] = set()
@@ -62,20 +68,20 @@ class Sharding:
                 self._place(owner, leaf, ParamPlacement(cut, copies="row", partial=True))
                 continue
             placement = self.summed if role.kind == "summed" else self.equal
-            known = parts.known_norm(owner) if "Norm" in type(owner).__name__ else None
-            if known is not None:
+            if owner.get_parameter(leaf) not in {*self._placed.values()}:
                 above, _, last = parent.rpartition(".")
-                norm = parts.Norm(owner, known, Axis("col"), placement, self._place)
-                setattr(module.get_submodule(above), last, norm)
-            elif owner.get_parameter(leaf) not in {*self._placed.values()}:
-                self._place(owner, leaf, placement)
+                local = self._local(owner, placement) if leaf == "weight" else owner
+                if local is owner:
+                    self._place(owner, leaf, placement)
+                else:
+                    setattr(module.get_submodule(above), last, local)
         for name, role in roles.heads.items():
             owner = module.get_submodule(name)
             for attribute in role.attributes:
-                setattr(owner, attribute, getattr(owner, attribute) // layout.cols)
+                setattr(owner, attribute, getattr(owner, attribute) // self.axes.col.size)
         lists = [module.get_submodule(name) for name in roles.lists]
         self.layers = [layer for several in lists for layer in several.children()]
-        if isinstance(self.boundary, Sharded):
+        if isinstance(self.boundary, Sharded) and not self.branched:
             for several in lists:
                 here = dict(several.named_children())
                 if "0" in here:
@@ -99,11 +105,11 @@ class Sharding:
         for name, role in roles.modules.items():
             plain, inside = modules[name], roles.in_layers(name)
             opens = role.kind in ("opening", "head")
-            if opens and inside and between == "s":
+            if opens and inside and between in ("s", "b"):
                 holders[holder_of(name, modules)] = None
             if plain not in made:
                 entering = None
-                if opens and (between != "s" or not inside):
+                if opens and (between not in ("s", "b") or not inside):
                     key = holder_of(name, modules), inside
                     boundary = self.boundary if inside else self.whole
                     entering = enterings.setdefault(key, parts.Entering(boundary))
@@ -118,6 +124,8 @@ class Sharding:
     def _parallel(
         self, plain: nn.Module, role: PlanRole, inside: bool, entering: parts.Entering | None
     ) -> nn.Module:
+        if self.branched and not inside:
+            return self._local(plain, self.equal)
         if role.kind in ("opening", "head"):
             opening = parts.Opening(plain, role, entering, self._place, self.axes)
             if not self._whole_logits:
@@ -125,20 +133,28 @@ class Sharding:
             return opening
         sharded = inside and isinstance(self.boundary, Sharded)
         by_width = sharded and self.boundary.dim == -1  # type: ignore[attr-defined]
-        vector = VECTOR if by_width else self.summed if sharded else self.equal
+        summed = sharded and not self.branched
+        vector = VECTOR if by_width else self.summed if summed else self.equal
         if role.kind == "closing":
             boundary = self.boundary if inside else self.whole
             return parts.Closing(plain, role, boundary, vector, self._place, self.axes)
         if role.kind == "embedding":
             assert isinstance(plain, nn.Embedding)
             return parts.TableEmbedding(plain, self._place, self.axes)
+        return self._local(plain, vector, self.axes.col if by_width else None)
+
+    def _local(
+        self, plain: nn.Module, placement: ParamPlacement, axis: Axis | None = None
+    ) -> nn.Module:
+        """Returns the form of a module that sends nothing, except for a norm over an axis."""
+        if type(plain) is nn.Linear and not parts.has_hooks(plain):
+            return parts.Whole(plain, placement, self._place)
         known = parts.known_norm(plain)
         if known is not None:
-            axis = self.axes.col if by_width else Axis("col")
-            return parts.Norm(plain, known, axis, vector, self._place)
-        assert not by_width, "_problems has looked at it"
-        for name, _ in [*plain.named_parameters()]:
-            self._place(plain, name, vector)
+            return parts.Norm(plain, known, axis or Axis("col"), placement, self._place)
+        assert axis is None, "the check of a layout has looked at it"
+        for name, _ in [*plain.named_parameters(recurse=False)]:
+            self._place(plain, name, placement)
         return plain
 
     def _place(
@@ -182,7 +198,11 @@ def shard_model(model: models.NetworkModel, layout: LayoutConfig, axes: Axes) ->
     roles = roles_of(model.module, None)
     sharding = Sharding(model, roles, layout, axes, model.config.n_layers, whole_logits=False)
     model.orders = sharding.orders
-    if axes.col.size > 1 and any(role.kind == "head" for role in roles.modules.values()):
+    if (
+        axes.col.size > 1
+        and not sharding.branched
+        and any(role.kind == "head" for role in roles.modules.values())
+    ):
         v, smoothing = model.config.vocab_size, model.config.label_smoothing
         model.loss = VocabParallelCrossEntropy(axes.col, v, smoothing)  # type: ignore[assignment]
     if not isinstance(sharding.boundary, Sharded) and axes.col.size > 1:
