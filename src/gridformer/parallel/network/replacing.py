@@ -13,7 +13,7 @@ from gridformer.mesh import Axes, Axis
 from gridformer.parallel.network import modules as parts
 from gridformer.parallel.network.plan import PlanRole, Roles, holder_of, roles_of
 from gridformer.parallel.registry import spec_of
-from gridformer.parallel.sharding import ParamPlacement, shard_parameter
+from gridformer.parallel.sharding import ParamPlacement, is_sharded, shard_parameter
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.parallel.tensor.norm import VECTOR
 from gridformer.parallel.tensor.partitioned_activations import PartitionedActivations
@@ -68,13 +68,11 @@ class Sharding:
                 self._place(owner, leaf, ParamPlacement(cut, copies="row", partial=True))
                 continue
             placement = self.summed if role.kind == "summed" else self.equal
-            if owner.get_parameter(leaf) not in {*self._placed.values()}:
+            if leaf != "weight":
+                self._place(owner, leaf, placement)
+            elif (local := self._local(owner, placement)) is not owner:
                 above, _, last = parent.rpartition(".")
-                local = self._local(owner, placement) if leaf == "weight" else owner
-                if local is owner:
-                    self._place(owner, leaf, placement)
-                else:
-                    setattr(module.get_submodule(above), last, local)
+                setattr(module.get_submodule(above), last, local)
         for name, role in roles.heads.items():
             owner = module.get_submodule(name)
             for attribute in role.attributes:
@@ -168,6 +166,7 @@ class Sharding:
         whole = owner.get_parameter(name)
         if whole in self._placed:  # several modules share it
             setattr(owner, name, self._placed[whole])
+        if whole in self._placed or is_sharded(whole):
             return
         equal = placement is self.equal
         if not placement.cut:
