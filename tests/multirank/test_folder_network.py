@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from gridformer.checkpoint.convert.exporting import entries_of_network, export_run
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run
@@ -20,12 +19,14 @@ from gridformer.prove import in_float64
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import ConfigError
 from tests.support.foreign import save_llama
+from tests.support.marks import extra, full_unless
 from tests.support.multirank.exactness import compare
 from tests.support.multirank.matrix import SETTINGS
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import TRAIN, assert_same_run, plan_for, start_from, train
 
+transformers = extra("transformers")
 GRID = {"rows": 2, "cols": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron": {"scheme": "megatron", "cols": 2},
@@ -60,7 +61,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = ("megatron s", "optimus fsdp", "branches fsdp", "interleaved", "pipeline s", "pipeline")
+
+
+@pytest.mark.parametrize("layout", full_unless(lambda layout: layout in QUICK, LAYOUTS))
 def test_equals_one_device(pool: WorkerPool, folders: dict[bool, Path], layout: str) -> None:
     keys, settings = LAYOUTS[layout], dict(SETTINGS)
     if "pp" in keys or "fsdp" in layout:

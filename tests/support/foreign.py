@@ -1,4 +1,5 @@
-"""Token files as Megatron-LM and datatrove write them, made from the formats' descriptions alone.
+"""Token files as Megatron-LM and datatrove write them, made from the formats' descriptions alone;
+and a folder as transformers writes it.
 
 None of this uses the library's own reader or writer, so that both are compared with the formats.
 """
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.support.marks import extra
 
 # The letters that stand for the dtypes of Megatron-LM's codes in the module struct.
 LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
@@ -80,8 +83,7 @@ def without(name: str) -> Callable[[Path], None]:
 
 def save_llama(folder: Path, **changes: Any) -> Path:
     """Save a small Llama of transformers with random weights, and return its folder."""
-    import transformers
-
+    transformers = extra("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         **{
