@@ -1,0 +1,1 @@
+"""Which networks of transformers train on which layouts as in one process."""

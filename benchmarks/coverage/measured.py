@@ -1,0 +1,32 @@
+"""What one process does, of those that train a network on a layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.multirank import exactness
+from tests.support.multirank.matrix import SETTINGS
+
+from benchmarks.coverage.networks import build
+from gridformer.config import LayoutConfig
+from gridformer.models import network
+from gridformer.prove import EQUAL, compare
+
+
+def of_module(name: str, changes: dict[str, Any], layout: dict[str, Any]) -> str:
+    """Compares an architecture on a layout. Returns equal, or what differs."""
+    module, inputs = build(name, changes)
+    proof = compare(module, inputs, LayoutConfig(**layout))
+    if proof is None or proof.equal:
+        return "equal"
+    assert proof.worst is not None
+    return f"wrong: {proof.worst['name']}, {proof.worst['relative']:.1e}"
+
+
+def of_folder(sizes: dict[str, Any], layout: dict[str, Any]) -> str:
+    """Compares the trainer's network of a folder on a layout in the same way."""
+    # torch's own grouped products of experts cannot be computed in float64.
+    network._config_of(sizes["folder"])._experts_implementation = "eager"
+    worst = exactness.compare(layout, sizes, {**SETTINGS, "clip_norm": 1e-4}, 2)
+    relative, kind = max((value, kind) for kind, value in worst.items())
+    return "equal" if relative <= EQUAL else f"wrong: {kind}, {relative:.1e}"

@@ -1,0 +1,139 @@
+"""Every architecture of transformers that carries a plan for tensor parallelism, made small."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto import configuration_auto, modeling_auto
+
+from gridformer.prove import _loss, in_float64
+
+# Values by the names that configs have for them. A config takes those that it knows.
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
+    **dict.fromkeys(("num_global_key_value_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff"), 96),
+    **dict.fromkeys(("head_dim", "v_head_dim", "global_head_dim"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_num_experts",), 4),
+    **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("ffn_hidden_size", "expert_ffn_hidden_size"), 32),
+    "n_shared_experts": 1,
+    "num_kv_shared_layers": 0,
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_topk_groups"), 1),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 96),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+    "hidden_size_per_layer_input": 16,
+    "max_position_embeddings": 64,
+    "image_size": 32,
+    "use_cache": False,
+}
+_WORDS, _MOST = 96, 20_000_000
+# Some networks want as many heads of keys as of queries, more layers, or a window.
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"num_hidden_layers": 4},
+    {"sliding_window": 8},
+    {"num_hidden_layers": 4, "num_key_value_heads": 4},
+)
+
+
+def architectures() -> dict[str, Any]:
+    """Returns the classes of configs that carry a plan, by the names of their architectures."""
+    found = {}
+    for name, kind in configuration_auto.CONFIG_MAPPING_NAMES.items():
+        config = getattr(transformers, kind)
+        if getattr(config, "base_model_tp_plan", None):
+            found[name] = config
+    return found
+
+
+def is_causal(kind: type[nn.Module]) -> bool:
+    """Whether it is a language model that computes a loss."""
+    return kind.__name__.endswith("ForCausalLM")
+
+
+def class_of(name: str, config: Any) -> Any:
+    """Returns the language model of a config, or else a model that is made from it."""
+    if known := modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name):
+        return getattr(transformers, known)
+    kinds: dict[str, Any] = {
+        kind.__name__: kind
+        for kind in vars(_code_of(config)).values()
+        if isinstance(kind, type)
+        and issubclass(kind, transformers.PreTrainedModel)
+        and getattr(kind, "config_class", None) is config
+        and not kind.__name__.endswith("PreTrainedModel")
+    }
+    for task in ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", ""):
+        if names := [one for one in kinds if one.endswith(task)]:
+            return kinds[names[0]]
+    raise ValueError(f"no model is made from {config.__name__} alone")
+
+
+def _code_of(config: Any) -> Any:
+    return importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
+
+
+def small(kind: Any, changes: dict[str, Any]) -> Any:
+    """Returns a config of a model with few narrow layers, without dropout."""
+    config = kind.config_class
+    known = inspect.signature(config.__init__).parameters
+    values = {key: value for key, value in {**_SIZES, **changes}.items() if key in known}
+    rope = dict(getattr(config(), "rope_parameters", None) or {})
+    of_kinds = any(isinstance(value, dict) for value in rope.values())
+    if "mrope_section" in inspect.getsource(_code_of(config)) and not of_kinds:
+        half = int(8 * rope.get("partial_rotary_factor", 1))
+        sections = [half - 2 * (half // 3), half // 3, half // 3]
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **rope}
+        values["rope_parameters"]["mrope_section"] = sections
+    made = config(**values)
+    for key, rate in vars(made).items():
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(rate, float):
+            setattr(made, key, 0.0)
+    made._attn_implementation = made._experts_implementation = "eager"
+    made.architectures = [kind.__name__]
+    return made
+
+
+def build(name: str, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns a network with random weights, and its inputs; equal in every process."""
+    kind = class_of(name, architectures()[name])
+    config = small(kind, changes)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in kind(config).parameters())
+    if size > _MOST:
+        raise ValueError(f"it has {size / 1e6:,.0f} million parameters: other networks are in it")
+    torch.manual_seed(0)
+    module = kind(config)
+    tokens = torch.randint(_WORDS, (8, 12), generator=torch.Generator().manual_seed(1))
+    return module, {"input_ids": tokens} | ({"labels": tokens} if is_causal(kind) else {})
+
+
+def first_that_runs(name: str) -> dict[str, Any]:
+    """Returns the changes of sizes with which a network can compute a loss in one process.
+
+    Raises:
+        Exception: What the last of them raises.
+    """
+    for changes in CHANGES:
+        try:
+            module, inputs = build(name, changes)
+            with in_float64():
+                _loss(module.double().train()(**inputs)).backward()
+            return changes
+        except Exception as error:
+            failure = error
+    raise failure
