@@ -9,7 +9,6 @@ from tests.support.multirank.matrix import SETTINGS
 
 from benchmarks.coverage.networks import build
 from gridformer.config import LayoutConfig
-from gridformer.models.network import _config_of
 from gridformer.prove import EQUAL, compare
 
 
@@ -25,8 +24,6 @@ def of_module(name: str, changes: dict[str, Any], layout: dict[str, Any]) -> str
 
 def of_folder(sizes: dict[str, Any], layout: dict[str, Any]) -> str:
     """Compares the trainer's network of a folder on a layout in the same way."""
-    # torch's own grouped products of experts cannot be computed in float64.
-    _config_of(sizes["folder"])._experts_implementation = "eager"
     worst = exactness.compare(layout, sizes, {**SETTINGS, "clip_norm": 1e-4}, 2)
     relative, kind = max((value, kind) for kind, value in worst.items())
     return "equal" if relative <= EQUAL else f"wrong: {kind}, {relative:.1e}"
