@@ -333,6 +333,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]
         own_model.PLAN,
         r"head: head needs a plain torch\.nn\.Linear",
     ),
+    "a norm without weights": (
+        lambda: changed(_in_layer("bare", nn.RMSNorm(24, elementwise_affine=False))),
+        LAYOUTS["optimus"],
+        own_model.PLAN,
+        r"layers\.1\.bare: RMSNorm has no weight, and columns of devices cannot sum its",
+    ),
+    "a product that is a parameter": (
+        decoder_,
+        ONE,
+        {**own_model.PLAN, "words.weight": "opening"},
+        r"words\.weight is a parameter, and opening is for modules",
+    ),
     "one parameter, two roles": (
         decoder_,
         ONE,

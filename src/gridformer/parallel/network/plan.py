@@ -131,6 +131,8 @@ def default_plan(network: nn.Module) -> dict[str, str] | None:
         if role == "embedding" and any(type(module) is not nn.Embedding for module in matches):
             role = "replicated"  # it does more than to look up
         is_parameter = any(fnmatchcase(name, pattern) for name, _ in network.named_parameters())
+        if is_parameter and not matches and kind == "colwise":
+            role = "local"
         if matches or is_parameter:
             plan[pattern] = role
     return plan
@@ -170,7 +172,10 @@ def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
             if role.kind == "heads":
                 roles.heads[name] = role
             elif role.kind in ("opening", "head", "closing", "embedding", "norm"):
-                roles.modules[name] = role
+                if name in modules:
+                    roles.modules[name] = role
+                else:
+                    roles.problems.append(f"{name} is a parameter, and {role.kind} is for modules")
     products = {name for name, role in roles.modules.items() if role.kind in ("opening", "closing")}
     roles.lists = _lists_of_layers(modules, products, roles)
     widths = _residual_widths(modules, roles)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from gridformer import models
-from gridformer.config import LayoutConfig, RunConfig
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig
 from gridformer.parallel.network import modules as parts
 from gridformer.parallel.network.plan import (
     PlanRole,
@@ -18,7 +20,6 @@ from gridformer.parallel.network.plan import (
     is_conv1d,
     roles_of,
 )
-from gridformer.parallel.pipeline.partition import model_outline
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import layout_problems
 from gridformer.utils.errors import ConfigError
@@ -48,9 +49,7 @@ def check(module: nn.Module, layout: LayoutConfig, plan: Mapping[str, str] | Non
 
 def run_problems(run: RunConfig) -> Iterator[str]:
     """Yields what keeps the network of a run, and its training, from a layout."""
-    outline = model_outline(run.model)
-    assert isinstance(outline, models.NetworkModel)
-    module, pp = outline.module, run.layout.pp
+    module, pp = _unlike_layers(run.model), run.layout.pp
     if pp > 1 and not module.supports_pp_plan:
         yield f"layout.pp={pp}: transformers has no plan for {type(module).__name__}: use pp=1"
     one_stage = run.layout.model_copy(update={"pp": 1, "stages_per_rank": 1})
@@ -60,6 +59,20 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     yield from _problems(module, roles_of(module, None), one_stage, pp)
     if run.data.document_mask:
         yield "data.document_mask=true: networks of others read no documents: use false"
+
+
+@lru_cache(maxsize=8)
+def _unlike_layers(config: ModelConfig) -> Any:
+    """Returns the network of a config on the meta device, with the first of equal layers alone."""
+    with torch.device("meta"):
+        network = models.NetworkModel(config)
+    layers, seen = network.module.get_submodule(network.path), set()
+    for name, layer in [*layers.named_children()]:
+        kind = tuple((n, p.shape) for n, p in layer.named_parameters())
+        if kind in seen:
+            delattr(layers, name)
+        seen.add(kind)
+    return network.module
 
 
 def _unsupported(layout: LayoutConfig) -> Iterator[str]:
@@ -104,6 +117,8 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
         yield from _of_module(name, modules[name], role, roles, layout, between)
         if role.kind == "opening":
             yield from _of_heads(name, modules, role, layout)
+    if between == "h":
+        yield from _of_bare_norms(modules, roles)
     if between in ("s", "b"):
         yield from _of_tokens(modules, roles)
         config = getattr(module, "config", None)
@@ -168,6 +183,17 @@ def _of_tokens(modules: Mapping[str, nn.Module], roles: Roles) -> Iterator[str]:
                 "what is between them: put the section into a module of its own, or use "
                 "scheme=megatron without sequence_parallel, or optimus"
             )
+
+
+def _of_bare_norms(modules: Mapping[str, nn.Module], roles: Roles) -> Iterator[str]:
+    """Norms without parameters have no role, and would see a part of h alone between sections."""
+    opens = [n for n, r in roles.modules.items() if r.kind == "opening"]
+    holders = {holder_of(name, modules) for name in opens}
+    for name, module in modules.items():
+        bare = "Norm" in type(module).__name__ and not any(True for _ in module.parameters())
+        if bare and roles.in_layers(name) and name.rpartition(".")[0] not in holders:
+            kind = type(module).__name__
+            yield f"{name}: {kind} has no weight, and columns of devices cannot sum its statistics"
 
 
 def _of_shared(module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterator[str]:

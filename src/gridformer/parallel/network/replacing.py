@@ -93,7 +93,8 @@ class Sharding:
     def finish(self, module: nn.Module) -> None:
         """Drops the gradients of allocated parameters that column 0 of the devices has, too."""
         for name in self._dropped if self.equal.partial else ():
-            module.get_parameter(name).register_hook(torch.zeros_like)
+            if (parameter := module.get_parameter(name)).requires_grad:
+                parameter.register_hook(torch.zeros_like)
 
     def _replace(self, module: nn.Module, roles: Roles, between: str) -> None:
         modules = dict(module.named_modules(remove_duplicate=False))
