@@ -124,6 +124,15 @@ def test_one_device_equals_transformers(tmp_path: Path, name: str) -> None:
         assert (found[p_name] - want).abs().max() < 1e-12, p_name
 
 
+def test_a_pipeline_scales_embeddings_once(pool: WorkerPool, tmp_path: Path) -> None:
+    """Granite multiplies what it gets for embeddings, in each stage; the last one is the head."""
+    save(tmp_path, "GraniteForCausalLM", {**SIZES, **HEADS, "embedding_multiplier": 5.0})
+    layout, model = {"pp": 4, "micro_batches": 2}, sizes_of_folder(str(tmp_path))
+    with pool.limit(280.0):
+        worst = pool.run(4, compare, layout, model, dict(SETTINGS), 2)
+    assert max(max(one.values()) for one in worst) < 1e-9, worst
+
+
 def a_run(folder: Path, data: Path, layout: dict[str, Any], **changes: Any) -> RunConfig:
     settings = {**TRAIN, "global_batch": 8, "eval_batches": 2, "device": "cpu"}
     sections = {"model": {"folder": str(folder)}, "data": {"path": str(data), "seq_len": 12}}

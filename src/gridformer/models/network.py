@@ -33,9 +33,18 @@ class NetworkLayer(Layer):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], _Rest):
             return args[0].run(super().__call__, hidden_states)
+        # A network may scale what it gets for embeddings, as the first stage did already.
+        hidden_states = self.__dict__.pop("entering", hidden_states)
         rest = _Rest(args, kwargs)
         out = self.recompute.block(self, hidden_states, rest)
         return (out, *rest.more) if rest.several else out
+
+
+class _Entering(nn.Module):
+    """Stands for the layers of a stage that has none."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
+        return self.__dict__.pop("entering", x)
 
 
 class _Rest:
@@ -67,7 +76,8 @@ class NetworkModel(Model):
 
     Attributes:
         module: The network, which shares its submodules with this one.
-        path: The name of the list of layers.
+        trunk: The part of it that runs the layers.
+        path: The name of the list of layers, and `stack` that in the trunk.
         orders: For parameters whose rows or columns have another order than in the network, the
             dimension and the order; see gridformer.parallel.network.
         sharding: What gridformer.parallel.network has made of it.
@@ -88,7 +98,7 @@ class NetworkModel(Model):
         object.__setattr__(self, "module", module)  # it is not one of the submodules
         self.orders: dict[str, tuple[int, Tensor]] = {}
         self.path = path_of_layers(module)
-        above, _, stack = self.path.rpartition(".")
+        above, _, self.stack = self.path.rpartition(".")
         trunk = module.get_submodule(above)
         object.__setattr__(self, "trunk", trunk)
         self._plain = [
@@ -97,8 +107,8 @@ class NetworkModel(Model):
             if part._parameters and not name.startswith(f"{self.path}.")
         ]
         children = [name for name, _ in trunk.named_children()]
-        self._first = set(children[: children.index(stack)])
-        held, layers = held_layers(), trunk.get_submodule(stack)
+        self._first = set(children[: children.index(self.stack)])
+        held, layers = held_layers(), trunk.get_submodule(self.stack)
         for name, layer in [*layers.named_children()]:
             if held is not None and {f"layers.{name}", f"{self.path}.{name}"}.isdisjoint(held):
                 del layers._modules[name]
@@ -138,24 +148,33 @@ class NetworkModel(Model):
         tokens_BS = batch["tokens"]
         if "embedding" in names:
             hidden = self._cast(self.module.get_input_embeddings()(tokens_BS))
+        entering = None if "embedding" in names else hidden
         positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
         inputs = {"inputs_embeds": hidden, "position_ids": positions.unsqueeze(0)}
         inputs |= {"use_cache": False, "return_dict": True}
         if caches:
             inputs["past_key_values"] = _cache_of(caches, start)
         if "head" in names:
-            with self._only(names, False):
+            with self._only(names, False, entering):
                 return Activations(self.module(**inputs).logits)
-        with self._only(names, True):
+        with self._only(names, True, entering):
             return Activations(self.trunk(**inputs).last_hidden_state)
 
     @contextmanager
-    def _only(self, names: Collection[str], without_tail: bool) -> Iterator[None]:
-        """Runs the layers of some links alone, without what is behind them in the trunk."""
+    def _only(
+        self, names: Collection[str], without_tail: bool, entering: Tensor | None
+    ) -> Iterator[None]:
+        """Runs the layers of some links alone, from what enters them.
+
+        They run without what is behind them in the trunk, if another stage has that.
+        """
         if self.stages or without_tail:
-            layers = self.trunk.get_submodule(self.path.rpartition(".")[2])
+            layers = self.trunk.get_submodule(self.stack)
             every, around = layers._modules, self.trunk._modules
-            layers._modules = {n: m for n, m in every.items() if f"layers.{n}" in names}
+            mine = {n: m for n, m in every.items() if f"layers.{n}" in names}
+            layers._modules = mine or {"0": _Entering()}
+            if entering is not None:
+                next(layers.children()).entering = entering
             if without_tail:
                 above = f"{self.path.rpartition('.')[0]}."
                 tail = [n.removeprefix(above) for n in self._outside()[1] if n.startswith(above)]
