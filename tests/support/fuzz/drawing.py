@@ -29,6 +29,7 @@ from gridformer.config import (
     RunConfig,
     TrainConfig,
 )
+from gridformer.config.model import Family
 from gridformer.parallel.validation import violations, with_rows_over
 
 Sections = dict[str, dict[str, Any]]
@@ -60,7 +61,8 @@ _TRAIN = (
     "max_hours max_restarts elastic bleu_every bleu_pairs bleu_beams bleu_length_penalty "
     "trace_step loggers peak_tflops timeout_s"
 )
-FIXED = {*SET, "layout.cluster", *(f"data.{key}" for key in _DATA.split())}
+# Networks of transformers are compared in tests/multirank/test_folder_network.py.
+FIXED = {*SET, "layout.cluster", "model.folder", *(f"data.{key}" for key in _DATA.split())}
 FIXED |= {f"train.{key}" for key in _TRAIN.split()}
 # Numbers that suit tiny models on few processes; usual ones appear several times. For numbers that
 # are not named here, the default and the next larger one are drawn.
@@ -122,6 +124,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "data.task": ("auto",) * 10 + tuple(FINE_TUNING),
     "train.dtype": ("float64",) * 15 + ("float32", "bfloat16", "float16"),
     "train.compile": (False,) * 15 + (True,),
+    "model.family": tuple(family for family in get_args(Family) if family != "network"),
     "model.rope_scaling": (
         *(None,) * 4,
         {"kind": "linear", "factor": 2.0},
