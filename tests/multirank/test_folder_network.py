@@ -124,9 +124,14 @@ def test_one_device_equals_transformers(tmp_path: Path, name: str) -> None:
         assert (found[p_name] - want).abs().max() < 1e-12, p_name
 
 
-def test_a_pipeline_scales_embeddings_once(pool: WorkerPool, tmp_path: Path) -> None:
-    """Granite multiplies what it gets for embeddings, in each stage; the last one is the head."""
-    save(tmp_path, "GraniteForCausalLM", {**SIZES, **HEADS, "embedding_multiplier": 5.0})
+@pytest.mark.parametrize("name", ["Granite", "NanoChat"])
+def test_what_surrounds_layers_runs_once(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    """Granite scales embeddings, and NanoChat normalizes them as it does the last hidden states.
+
+    The first of the stages has no layers, and the last one has the head alone.
+    """
+    scaled = {"embedding_multiplier": 5.0} if name == "Granite" else {}
+    save(tmp_path, f"{name}ForCausalLM", {**SIZES, **HEADS, **scaled})
     layout, model = {"pp": 4, "micro_batches": 2}, sizes_of_folder(str(tmp_path))
     with pool.limit(280.0):
         worst = pool.run(4, compare, layout, model, dict(SETTINGS), 2)

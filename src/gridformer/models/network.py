@@ -29,6 +29,7 @@ class NetworkLayer(Layer):
     """Comes before the class of a layer, whose activations are then recomputed as configured."""
 
     recompute: Any
+    leaving: list[Tensor]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], _Rest):
@@ -37,14 +38,19 @@ class NetworkLayer(Layer):
         hidden_states = self.__dict__.pop("entering", hidden_states)
         rest = _Rest(args, kwargs)
         out = self.recompute.block(self, hidden_states, rest)
+        if "leaving" in self.__dict__:
+            self.leaving.append(out)
         return (out, *rest.more) if rest.several else out
 
 
 class _Entering(nn.Module):
     """Stands for the layers of a stage that has none."""
 
+    leaving: list[Tensor]
+
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
-        return self.__dict__.pop("entering", x)
+        self.leaving.append(self.__dict__.pop("entering", x))
+        return self.leaving[0]
 
 
 class _Rest:
@@ -157,14 +163,15 @@ class NetworkModel(Model):
         if "head" in names:
             with self._only(names, False, entering):
                 return Activations(self.module(**inputs).logits)
-        with self._only(names, True, entering):
-            return Activations(self.trunk(**inputs).last_hidden_state)
+        with self._only(names, True, entering) as leaving:
+            self.trunk(**inputs)
+            return Activations(leaving[0])
 
     @contextmanager
     def _only(
         self, names: Collection[str], without_tail: bool, entering: Tensor | None
-    ) -> Iterator[None]:
-        """Runs the layers of some links alone, from what enters them.
+    ) -> Iterator[list[Tensor]]:
+        """Runs the layers of some links alone, from what enters them; yields what leaves them.
 
         They run without what is behind them in the trunk, if another stage has that.
         """
@@ -173,18 +180,21 @@ class NetworkModel(Model):
             every, around = layers._modules, self.trunk._modules
             mine = {n: m for n, m in every.items() if f"layers.{n}" in names}
             layers._modules = mine or {"0": _Entering()}
+            here: list[Any] = [*layers.children()]
             if entering is not None:
-                next(layers.children()).entering = entering
+                here[0].entering = entering
+            leaving = here[-1].leaving = list[Tensor]()
             if without_tail:
                 above = f"{self.path.rpartition('.')[0]}."
                 tail = [n.removeprefix(above) for n in self._outside()[1] if n.startswith(above)]
                 self.trunk._modules = around | {name: nn.Identity() for name in tail}
             try:
-                yield
+                yield leaving
             finally:
+                del here[-1].leaving
                 layers._modules, self.trunk._modules = every, around
             return
-        yield
+        yield []
 
     def token_logits(
         self, hidden_BSH: Tensor, table: Tensor | None = None, padded: bool = False
