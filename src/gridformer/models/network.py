@@ -101,12 +101,12 @@ class NetworkModel(Model):
         module._modules.update(self._modules)
         self._modules, self._parameters = module._modules, module._parameters
         self._buffers = module._buffers
-        object.__setattr__(self, "module", module)  # it is not one of the submodules
+        vars(self)["module"] = module  # it is not one of the submodules
         self.orders: dict[str, tuple[int, Tensor]] = {}
         self.path = path_of_layers(module)
         above, _, self.stack = self.path.rpartition(".")
         trunk = module.get_submodule(above)
-        object.__setattr__(self, "trunk", trunk)
+        vars(self)["trunk"] = trunk
         self._plain = [
             name
             for name, part in module.named_modules()
