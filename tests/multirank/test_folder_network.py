@@ -124,6 +124,15 @@ def test_one_device_equals_transformers(tmp_path: Path, name: str) -> None:
         assert (found[p_name] - want).abs().max() < 1e-12, p_name
 
 
+def test_products_in_layers_that_are_gathered_stay_so(pool: WorkerPool, tmp_path: Path) -> None:
+    """The loss reads sharded logits, and Phi-3 slices what its fused products return."""
+    save(tmp_path, "Phi3ForCausalLM", {**SIZES, **HEADS})
+    model = sizes_of_folder(str(tmp_path))
+    with pool.limit(280.0):
+        worst = pool.run(2, compare, {"scheme": "megatron", "cols": 2}, model, dict(SETTINGS), 2)
+    assert max(max(one.values()) for one in worst) < 1e-9, worst
+
+
 @pytest.mark.parametrize("name", ["Granite", "NanoChat"])
 def test_what_surrounds_layers_runs_once(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     """Granite scales embeddings, and NanoChat normalizes them as it does the last hidden states.

@@ -25,7 +25,6 @@ class Sharding:
 
     Args:
         layers: How many layers a list of them has; 0 for those that are here.
-        whole_logits: Whether heads return logits of the whole vocabulary.
 
     Attributes:
         layers: The layers that are here.
@@ -40,13 +39,12 @@ class Sharding:
         layout: LayoutConfig,
         axes: Axes,
         n_layers: int = 0,
-        whole_logits: bool = True,
     ) -> None:
         boundary = spec_of(layout).boundary(layout)
         self.branched = boundary.activation_layout == "b"
         if self.branched:  # a grid of one row
             axes = replace(axes, col=axes.branch)
-        self.axes, self._whole_logits = axes, whole_logits
+        self.axes = axes
         self.boundary = boundary_of(boundary, axes)
         self.whole = Replicated(axes.col)
         # Gradients of what all devices of a row compute alike are equal there; rows have other
@@ -126,10 +124,7 @@ class Sharding:
         if self.branched and not inside:
             return self._local(plain, self.equal)
         if role.kind in ("opening", "head"):
-            opening = parts.Opening(plain, role, entering, self._place, self.axes)
-            if not self._whole_logits:
-                opening.gathered = None
-            return opening
+            return parts.Opening(plain, role, entering, self._place, self.axes)
         sharded = inside and isinstance(self.boundary, Sharded)
         by_width = sharded and self.boundary.dim == -1  # type: ignore[attr-defined]
         summed = sharded and not self.branched
@@ -196,13 +191,11 @@ def shard_model(model: models.NetworkModel, layout: LayoutConfig, axes: Axes) ->
     Its loss then reads logits whose vocabulary is sharded over columns.
     """
     roles = roles_of(model.module, None)
-    sharding = Sharding(model, roles, layout, axes, model.config.n_layers, whole_logits=False)
+    sharding = Sharding(model, roles, layout, axes, model.config.n_layers)
     model.orders = sharding.orders
-    if (
-        axes.col.size > 1
-        and not sharding.branched
-        and any(role.kind == "head" for role in roles.modules.values())
-    ):
+    head = model.module.get_output_embeddings()
+    if axes.col.size > 1 and isinstance(head, parts.Opening):
+        head.gathered = None
         v, smoothing = model.config.vocab_size, model.config.label_smoothing
         model.loss = VocabParallelCrossEntropy(axes.col, v, smoothing)  # type: ignore[assignment]
     if not isinstance(sharding.boundary, Sharded) and axes.col.size > 1:
