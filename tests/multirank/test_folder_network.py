@@ -97,7 +97,13 @@ def save(folder: Path, name: str, values: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_one_device_equals_transformers(tmp_path: Path, name: str) -> None:
+def test_one_device_equals_transformers(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No plan of transformers has fused products whose columns are dealt out; Phi-3's could.
+    plan = dict(transformers.Phi3Config.base_model_tp_plan)
+    plan |= {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
+    monkeypatch.setattr(transformers.Phi3Config, "base_model_tp_plan", plan)
     theirs = save(tmp_path, *OTHERS[name])
     config = ModelConfig(**sizes_of_folder(str(tmp_path)))
     model = build_parallel(config, LayoutConfig(), Axes(), 0, torch.device("cpu"), "float64")
@@ -112,6 +118,7 @@ def test_one_device_equals_transformers(tmp_path: Path, name: str) -> None:
     written = {entry.ours: entry.form.theirs for entry in entries_of_network(config)}
     network: Any = model
     read, orders = network.initial_values(0), network.orders
+    assert len(orders) == 2 * (name == "Phi3, fused products")
     for p_name, p in theirs.named_parameters():
         assert torch.equal(written[p_name](read(p_name))[0].double(), p), "an export undoes it"
     assert float(ours.detach()) == pytest.approx(float(loss.detach()), rel=1e-12)
