@@ -103,7 +103,7 @@ def small(kind: Any, changes: dict[str, Any]) -> Any:
     for key, rate in vars(made).items():
         if ("dropout" in key or key.endswith("pdrop")) and isinstance(rate, float):
             setattr(made, key, 0.0)
-    made._attn_implementation = made._experts_implementation = "eager"
+    made._experts_implementation = "eager"
     made.architectures = [kind.__name__]
     return made
 
