@@ -271,19 +271,19 @@ class TableEmbedding(nn.Module):
 class Norm(nn.Module):
     """A norm over h, which columns may shard; its weight is `plus` more than the parameter.
 
-    It returns the type of x, whatever that of the weight is.
+    It is a LayerNorm if it is `centered`, else an RMSNorm. It returns the type of x, whatever that of the weight is.
     """
 
     def __init__(
         self,
         plain: nn.Module,
-        known: tuple[float, float],
+        known: tuple[float, float, bool],
         axis: Axis,
         placement: ParamPlacement,
         place: Place,
     ) -> None:
         super().__init__()
-        (self.eps, self.plus), self.axis = known, axis
+        (self.eps, self.plus, self.centered), self.axis = known, axis
         self.weight: nn.Parameter = plain.weight  # type: ignore[assignment]
         self.bias: nn.Parameter | None = getattr(plain, "bias", None)
         for name, _ in [*self.named_parameters()]:
@@ -292,19 +292,21 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight + self.plus if self.plus else self.weight
         if self.axis.size > 1:
-            return grid_norm(x, weight, self.bias, self.eps, self.axis)
-        if self.bias is None:
+            centered = self.centered and self.bias is None
+            bias = torch.zeros_like(weight) if centered else self.bias
+            return grid_norm(x, weight, bias, self.eps, self.axis)
+        if not self.centered:
             return rms_norm(x, weight, self.eps)
         wide = x.to(weight.dtype)
         return F.layer_norm(wide, wide.shape[-1:], weight, self.bias, self.eps).to(x.dtype)
 
 
-def known_norm(norm: nn.Module) -> tuple[float, float] | None:
-    """Returns epsilon of a norm, and what it adds to its weight.
+def known_norm(norm: nn.Module) -> tuple[float, float, bool] | None:
+    """Returns epsilon of a norm, what it adds to its weight, and whether it subtracts the mean.
 
     They are found by running a copy of the module with other weights, once for each class of them,
-    as a record of a step has no values. None if it is no LayerNorm with a bias and no RMSNorm, over
-    the last dimension.
+    as a record of a step has no values. None if it is no LayerNorm and no RMSNorm over the last
+    dimension.
     """
     weight: Any = getattr(norm, "weight", None)
     shape, has_bias = getattr(weight, "shape", ()), getattr(norm, "bias", None) is not None
@@ -319,12 +321,12 @@ def known_norm(norm: nn.Module) -> tuple[float, float] | None:
     return _known[key]
 
 
-_known: dict[Any, tuple[float, float] | None] = {}
+_known: dict[Any, tuple[float, float, bool] | None] = {}
 
 
 def _probed(
     norm: nn.Module, shape: tuple[int, ...], said: tuple[float, ...]
-) -> tuple[float, float] | None:
+) -> tuple[float, float, bool] | None:
     probe: Any = copy.deepcopy(norm).to_empty(device="cpu")
     dtype = torch.promote_types(probe.weight.dtype, torch.float32)
     probe = probe.to(dtype)
@@ -338,12 +340,10 @@ def _probed(
         for eps in said or [torch.finfo(dtype).eps]:
             for plus in (0.0, 1.0):
                 w: Any = weight + plus
-                if bias is None:
-                    expected = F.rms_norm(x, shape, w, eps)
-                else:
-                    expected = F.layer_norm(x, shape, w, bias, eps)
-                if torch.allclose(y, expected, rtol=1e-4):
-                    return eps, plus
+                if torch.allclose(y, F.layer_norm(x, shape, w, bias, eps), rtol=1e-4):
+                    return eps, plus, True
+                if bias is None and torch.allclose(y, F.rms_norm(x, shape, w, eps), rtol=1e-4):
+                    return eps, plus, False
     return None
 
 

@@ -243,8 +243,8 @@ def _of_module(
     if role.kind == "norm":
         if between == "h" and roles.in_layers(name) and parts.known_norm(module) is None:
             yield (
-                f"{name}: {type(module).__name__} is neither a LayerNorm with a bias nor an "
-                "RMSNorm, whose statistics columns of devices can sum: use megatron_2d"
+                f"{name}: {type(module).__name__} is neither a LayerNorm nor an RMSNorm, "
+                "whose statistics columns of devices can sum: use megatron_2d"
             )
         return
     if role.kind == "embedding":
