@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import gridformer
 from examples import own_model
 from gridformer.config import LayoutConfig
-from gridformer.parallel.network.plan import PlanRole, roles_of
+from gridformer.parallel.network.plan import PlanRole, default_plan, is_table, roles_of
 from gridformer.parallel.network.refusals import check
 from gridformer.prove import compare
 from gridformer.utils.errors import ConfigError
@@ -386,6 +386,48 @@ def test_heads_of_keys_must_divide() -> None:
     module, _, _ = llama()
     with pytest.raises(ConfigError, match=r"k_proj: its 2 heads of width 8 do not divide by .*=4"):
         check(module, LayoutConfig(scheme="megatron", cols=4))
+
+
+def small(name: str, **changes: Any) -> nn.Module:
+    pytest.importorskip("transformers")
+    from benchmarks.coverage.networks import build
+
+    return build(name, changes)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "role"),
+    [
+        ("gemma", "model.embed_tokens", "embedding"),  # scaled, and tied to the head
+        ("olmo2", "model.layers.*.self_attn.k_norm", "replicated"),  # reads all heads
+        ("esmc", "esmc.layers.*.self_attn.q_norm", "norm sharded"),  # reads a device's heads
+        ("muse_glimmer_assistant", "layers.*.self_attn.q_norm", "summed"),  # reads one head
+    ],
+)
+def test_roles_that_transformers_leaves_open(name: str, pattern: str, role: str) -> None:
+    network = small(name, num_key_value_heads=4)
+    assert (default_plan(network) or {})[pattern] == role
+    check(network, LayoutConfig(**ONE))
+
+
+class Sums(nn.Embedding):
+    """Reads the table itself, which is sharded elsewhere."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) - self.weight.mean(0)
+
+
+def test_what_reads_its_table_otherwise_is_no_table() -> None:
+    assert is_table(nn.Embedding(3, 4))
+    assert not is_table(Sums(3, 4))
+    assert not is_table(nn.Embedding(3, 4, max_norm=1.0))
+
+
+def test_what_is_outside_sections_is_replicated_by_default() -> None:
+    """Where devices have whole activations between sections; Doge scales its residual in layers."""
+    roles = roles_of(small("doge"), None)
+    assert roles.parameters["model.layers.0.input_residual"] == PlanRole("replicated")
+    assert "model.layers.0.self_attn.A" in roles.not_placed, "it is part of a section"
 
 
 def test_experts_are_refused_by_what_their_plan_says() -> None:

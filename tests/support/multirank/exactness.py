@@ -365,6 +365,8 @@ def _check_decay(stepper: Stepper) -> None:
     assert decays.keys() == {id(parameter) for _, parameter in held}
     for name, parameter in held:
         vector = name.endswith(".bias") or "norm" in name
+        if stepper.model.config.family == "network":
+            vector = parameter.dim() < 2
         assert decays[id(parameter)] == (0.0 if vector else stepper.train.weight_decay), name
 
 

@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -244,19 +245,14 @@ def order_of_parts(widths: tuple[int, ...], n: int) -> Tensor:
     return torch.cat(parts, 1).flatten()
 
 
-class TableEmbedding(nn.Module):
+class Table(nn.Embedding):
     """Looks up tokens in a table [v/c, h/r]: [b, s, h] on every device of a row.
 
     Forward all-reduce of what each column of devices has, backward identity.
     """
 
-    def __init__(self, plain: nn.Embedding, place: Place, axes: Axes) -> None:
-        super().__init__()
-        self.axes, self.padding_idx = axes, plain.padding_idx
-        self.embedding_dim, self.num_embeddings = plain.embedding_dim, plain.num_embeddings
-        self.weight = plain.weight
-        place(self, "weight", ParamPlacement(("col", "row"), pad=(axes.col.size, 0)), None)
-        self.schedule = summa.Gathered(axes, Replicated(axes.col))
+    axes: Axes
+    schedule: summa.Gathered
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = summa.lookup(tokens, self.weight.t(), self.schedule, self.axes, False)
@@ -265,13 +261,31 @@ class TableEmbedding(nn.Module):
         return torch.where((tokens == self.padding_idx).unsqueeze(-1), x.detach(), x)
 
 
+@cache
+def _table_of(kind: Any) -> Any:
+    """Returns a class of embeddings whose own code gets what `Table` finds."""
+    bases = (Table,) if kind is nn.Embedding else (kind, Table)
+    return type(kind.__name__, bases, {"__module__": kind.__module__})
+
+
+def shard_table(plain: nn.Embedding, place: Place, axes: Axes) -> nn.Embedding:
+    """Shards the table of an embedding, in place."""
+    table: Any = plain
+    kind: Any = type(plain)
+    table.__class__ = _table_of(kind)
+    table.axes, table.schedule = axes, summa.Gathered(axes, Replicated(axes.col))
+    place(table, "weight", ParamPlacement(("col", "row"), pad=(axes.col.size, 0)), None)
+    return plain
+
+
 # --------------------------------------------------------------------------- norms
 
 
 class Norm(nn.Module):
     """A norm over h, which columns may shard; its weight is `plus` more than the parameter.
 
-    It is a LayerNorm if it is `centered`, else an RMSNorm. It returns the type of x, whatever that of the weight is.
+    It is a LayerNorm if it is `centered`, else an RMSNorm. It returns the type of x, whatever that
+    of the weight is.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ A plan maps patterns to roles. A pattern is a name in `named_modules()`, or of a
     closing split    a closing product that is given whole activations, and reads its columns
     embedding        a table of which every column of devices has some rows
     norm             over the width of the residual; LayerNorm and RMSNorm are found without a plan
+    norm sharded     over all columns of an opening product, of which a device has some
     replicated       every device holds and computes all of it
     summed           replicated, and read together with sharded heads, such as a norm of heads
     local            parameters whose dimension 0 counts heads or columns: a device has some
@@ -22,16 +23,23 @@ A plan maps patterns to roles. A pattern is a name in `named_modules()`, or of a
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gridformer.config import closest
 
-KINDS = ("opening", "head", "closing", "embedding", "norm", "replicated", "summed", "local")
+Role = TypeVar("Role")
+KINDS = (
+    *("opening", "head", "closing", "closing split", "embedding", "norm", "norm sharded"),
+    *("replicated", "summed", "local"),
+)
 _OF_TRANSFORMERS = {
     "colwise": "opening",
     "packed_colwise": "opening: 2 parts",
@@ -52,7 +60,7 @@ class PlanRole:
 
     Attributes:
         parts: The widths of parts of an opening product, or their number alone if they are equal.
-        split: Whether a closing product is given whole activations.
+        split: Whether a closing product is given whole activations, or a norm sharded ones.
         attributes: The names after `heads:`.
     """
 
@@ -75,13 +83,13 @@ class PlanRole:
             return PlanRole(kind, (int(several[1]),))
         if kind == "opening" and re.fullmatch(r"\d+(\s*,\s*\d+)+", rest):
             return PlanRole(kind, tuple(int(width) for width in rest.split(",")))
-        if not rest and kind in ("opening gathered", "closing split"):
-            return (
-                PlanRole("head") if kind == "opening gathered" else PlanRole("closing", split=True)
-            )
+        if not rest and kind in ("closing split", "norm sharded"):
+            return PlanRole(kind.split()[0], split=True)
+        if not rest and kind == "opening gathered":
+            return PlanRole("head")
         if not rest and kind in KINDS:
             return PlanRole(kind)
-        raise ValueError(f"there is no role '{text}'{closest(kind, [*KINDS, 'closing split'])}")
+        raise ValueError(f"there is no role '{text}'{closest(kind, KINDS)}")
 
     def widths(self, whole: int) -> tuple[int, ...]:
         """Returns the widths of the parts of a product that is `whole` columns wide."""
@@ -128,21 +136,53 @@ def default_plan(network: nn.Module) -> dict[str, str] | None:
     for pattern, kind in carried.items():
         matches = [module for name, module in modules.items() if fnmatchcase(name, pattern)]
         role = _OF_TRANSFORMERS.get(kind, f"transformers' {kind}")
-        if role == "embedding" and any(type(module) is not nn.Embedding for module in matches):
-            role = "replicated"  # it does more than to look up
+        if role == "embedding" and not all(map(is_table, matches)):
+            role = "replicated"
         is_parameter = any(fnmatchcase(name, pattern) for name, _ in network.named_parameters())
         if is_parameter and not matches and kind == "colwise":
             role = "local"
         if matches or is_parameter:
             plan[pattern] = role
-    return plan
+    return {**plan, **_of_tied(modules, plan), **_of_norms(modules, plan)}
+
+
+def _of_tied(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> dict[str, str]:
+    """Returns the roles of embeddings that share their table with a head, or that of the head."""
+    found: dict[str, str] = {}
+    for head in [pattern for pattern, role in plan.items() if role == "head"]:
+        weight = getattr(modules.get(head), "weight", None)
+        for name, module in modules.items():
+            if isinstance(module, nn.Embedding) and module.weight is weight:
+                found |= {name: "embedding"} if is_table(module) else {head: "replicated"}
+    return found
+
+
+def _of_norms(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> dict[str, str]:
+    """Returns the roles of norms named for a product: q_norm reads what q_proj returns."""
+    found: dict[str, str] = {}
+    for name, norm in modules.items():
+        path, _, leaf = name.rpartition(".")
+        product = f"{path}.{leaf.partition('_')[0]}_proj"
+        weight: Any = getattr(norm, "weight", None)
+        is_norm = "Norm" in type(norm).__name__ and weight is not None
+        if not is_norm or product not in modules or _given(name, plan) is not None:
+            continue
+        reads, n_out = _given(product, plan), getattr(modules[product], "out_features", 0)
+        role = "replicated" if reads == "head" else ""
+        if reads == "opening" and n_out == weight.numel():
+            role = "norm sharded" if weight.dim() == 1 else "local"
+        elif reads == "opening" and n_out % weight.numel() == 0:
+            role = "summed"
+        if role:
+            found[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] = role
+    return found
 
 
 def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
     """Returns the roles that a plan, or else the default plan, gives to all parts of a network.
 
-    Norms of the width of the residual need no role. With the default plan, what is outside layers
-    needs none, and is replicated.
+    Norms of the width of the residual need no role. With the default plan, what is outside sections
+    needs none, and is replicated: every device computes all of it.
     """
     roles = Roles()
     patterns = default_plan(network) if plan is None else plan
@@ -176,9 +216,11 @@ def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
                     roles.modules[name] = role
                 else:
                     roles.problems.append(f"{name} is a parameter, and {role.kind} is for modules")
-    products = {name for name, role in roles.modules.items() if role.kind in ("opening", "closing")}
+    kinds = ("opening", "head", "closing")
+    products = {name for name, role in roles.modules.items() if role.kind in kinds}
     roles.lists = _lists_of_layers(modules, products, roles)
     widths = _residual_widths(modules, roles)
+    sections = {holder_of(n, modules) for n in products if roles.in_layers(n)}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         path = name.rpartition(".")[0]
         if path in roles.modules:
@@ -188,21 +230,28 @@ def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
             roles.parameters[name] = given
         elif "Norm" in type(modules[path]).__name__ and tuple(parameter.shape) in widths:
             roles.modules[path] = PlanRole("norm")
-        elif plan is None and not roles.in_layers(name):
+        elif plan is None and not _is_under(name, sections):
             roles.parameters[name] = PlanRole("replicated")
+        elif plan is None and type(modules[path]).__module__ == "transformers.activations":
+            roles.parameters[name] = PlanRole("summed")  # between opening and closing
         else:
             roles.not_placed.append(name)
     return roles
 
 
-def _given(name: str, parsed: Mapping[str, PlanRole]) -> PlanRole | None:
+def _given(name: str, parsed: Mapping[str, Role]) -> Role | None:
     """Returns the role of a parameter, or of the innermost module around it that has one."""
     while name:
         for pattern, role in parsed.items():
-            if role.kind != "heads" and fnmatchcase(name, pattern):
+            if getattr(role, "kind", role) != "heads" and fnmatchcase(name, pattern):
                 return role
         name = name.rpartition(".")[0]
     return None
+
+
+def _is_under(name: str, paths: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in paths for i in range(len(parts)))
 
 
 def _lists_of_layers(
@@ -211,7 +260,8 @@ def _lists_of_layers(
     """Returns the outermost lists, each of whose modules has opening and closing products."""
 
     def kinds(path: str) -> set[str]:
-        return {roles.modules[name].kind for name in products if name.startswith(f"{path}.")}
+        inside = [roles.modules[name] for name in products if name.startswith(f"{path}.")]
+        return {"closing" if role.kind == "closing" else "opening" for role in inside}
 
     lists: list[str] = []
     for name, module in modules.items():
@@ -232,6 +282,36 @@ def _residual_widths(modules: Mapping[str, nn.Module], roles: Roles) -> set[tupl
         if role.kind == "closing" and weight is not None and weight.dim() == 2:
             widths.add((weight.shape[1 if is_conv1d(modules[name]) else 0],))
     return widths
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether a module looks up tokens in a table as torch does, and then may scale the result.
+
+    Its own code is run on what is found, beside a table that shows in its result if it is read.
+    """
+    if not isinstance(module, nn.Embedding) or [*module.children()]:
+        return False
+    if module.max_norm or module.scale_grad_by_freq or module.sparse:
+        return False
+    if type(module) is nn.Embedding:
+        return True
+    probe: Any = copy.copy(module)
+    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    probe._parameters = {"weight": nn.Parameter(torch.full((1, module.embedding_dim), torch.nan))}
+    probe._buffers = {
+        name: torch.zeros_like(buffer, device="cpu") for name, buffer in module.named_buffers()
+    }
+    probe.__class__ = type("Probe", (type(module), _Found), {})
+    try:
+        found = probe(tokens)
+        return found.shape == (1, 2, module.embedding_dim) and bool(found.isfinite().all())
+    except Exception:  # whatever code of others raises
+        return False
+
+
+class _Found(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.ones(*tokens.shape, self.embedding_dim, dtype=self.weight.dtype)
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from gridformer.parallel.network.plan import (
     described,
     holder_of,
     is_conv1d,
+    is_table,
     roles_of,
 )
 from gridformer.parallel.registry import spec_of
@@ -56,7 +57,10 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     for part in module.modules():
         parts.known_norm(part)  # which are then known to records of a step
     yield from _unsupported(one_stage)
-    yield from _problems(module, roles_of(module, None), one_stage, pp)
+    roles = roles_of(module, None)
+    if pp > 1 and len(roles.lists) > 1:
+        yield f"layout.pp={pp}: {' and '.join(roles.lists)} are no chain of layers: use pp=1"
+    yield from _problems(module, roles, one_stage, pp)
     if run.data.document_mask:
         yield "data.document_mask=true: networks of others read no documents: use false"
 
@@ -139,18 +143,22 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
                     f"{name}.{attribute}={value}: heads of {name} must be a number that "
                     f"{columns} divides"
                 )
+    # Products in layers whose results are gathered, so that all devices compute what reads them.
+    heads = [n for n, r in roles.modules.items() if r.kind == "head" and roles.in_layers(n)]
+    gathered = tuple(f"{holder_of(name, modules)}." for name in heads)
     for name, role in roles.parameters.items():
         size = module.get_parameter(name).shape
         if role.kind == "local" and (not size or size[0] % n):
             yield f"{name} {list(size)}: dimension 0 does not divide by {columns}"
-        if role.kind == "replicated" and between != "replicated" and roles.in_layers(name):
+        whole = between == "replicated" or (between != "b" and name.startswith(gathered))
+        if role.kind == "replicated" and roles.in_layers(name) and not whole:
             yield (
                 f"{name}: replicated parameters inside layers need whole activations between "
                 "sections: use scheme=megatron without sequence_parallel"
             )
-    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
-    if isinstance(heads, int) and heads % n:
-        yield f"config.num_attention_heads={heads} does not divide by {columns}"
+    n_heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    if isinstance(n_heads, int) and n_heads % n:
+        yield f"config.num_attention_heads={n_heads} does not divide by {columns}"
     yield from _random_or_mixing(modules, layout)
 
 
@@ -176,7 +184,7 @@ def _of_tokens(modules: Mapping[str, nn.Module], roles: Roles) -> Iterator[str]:
         if role.kind not in ("opening", "head") or not roles.in_layers(name):
             continue
         holder = holder_of(name, modules)
-        norms = [n for n, r in roles.modules.items() if r.kind == "norm"]
+        norms = [n for n, r in roles.modules.items() if r.kind == "norm" and not r.split]
         if _is_layer(holder, roles) or any(n.startswith(f"{holder}.") for n in norms):
             yield (
                 f"{name}: activations are sharded between sections, and {holder} also computes "
@@ -241,18 +249,17 @@ def _of_module(
     (key, cols), rows = columns_of(layout), layout.rows
     hooked = parts.has_hooks(module)
     if role.kind == "norm":
-        if between == "h" and roles.in_layers(name) and parts.known_norm(module) is None:
+        over_h = between == "h" and roles.in_layers(name)
+        if (over_h or role.split) and parts.known_norm(module) is None:
+            remedy = "cols=1" if role.split else "megatron_2d"
             yield (
                 f"{name}: {type(module).__name__} is neither a LayerNorm nor an RMSNorm, "
-                "whose statistics columns of devices can sum: use megatron_2d"
+                f"whose statistics columns of devices can sum: use {remedy}"
             )
         return
     if role.kind == "embedding":
-        plain = type(module) is nn.Embedding and not (
-            module.max_norm or module.scale_grad_by_freq or module.sparse
-        )
-        if not plain or hooked:
-            yield f"{name}: only a plain torch.nn.Embedding can be an embedding; use replicated"
+        if not is_table(module) or hooked:
+            yield f"{name}: only what looks up as torch.nn.Embedding can be one; use replicated"
         elif module.embedding_dim % rows:  # type: ignore[operator]
             yield f"{name}: its width {module.embedding_dim} does not divide by layout.rows={rows}"
         return

@@ -123,6 +123,8 @@ class Sharding:
     ) -> nn.Module:
         if self.branched and not inside:
             return self._local(plain, self.equal)
+        if role.kind == "norm" and role.split:
+            return self._local(plain, VECTOR, self.axes.col)
         if role.kind in ("opening", "head"):
             return parts.Opening(plain, role, entering, self._place, self.axes)
         sharded = inside and isinstance(self.boundary, Sharded)
@@ -134,7 +136,7 @@ class Sharding:
             return parts.Closing(plain, role, boundary, vector, self._place, self.axes)
         if role.kind == "embedding":
             assert isinstance(plain, nn.Embedding)
-            return parts.TableEmbedding(plain, self._place, self.axes)
+            return parts.shard_table(plain, self._place, self.axes)
         return self._local(plain, vector, self.axes.col if by_width else None)
 
     def _local(
