@@ -21,7 +21,9 @@ LISTED = [
 ]
 OPERATORS = r"torch\.ops\.|torch\.(_foreach|_fused)_\w+$"  # used anywhere
 PYTHON = {"_replace", "_asdict", "_fields", "_exit", "_current_frames", "_getframe"}
-PYTHON |= {"_forkserver", "_forkserver_pid", "_init_weights"}  # which transformers' models have
+PYTHON |= {"_forkserver", "_forkserver_pid"}
+# Those of transformers' models.
+PYTHON |= {"_init_weights", "_attn_implementation", "_supports_sdpa", "_apply_gate"}
 
 
 def private(name: str) -> set[str]:

@@ -238,7 +238,9 @@ def compare(
     """
     module = module.double().train()
     inputs = _doubled(inputs)
-    alone = copy.deepcopy(module)
+    alone: Any = copy.deepcopy(module)
+    if hasattr(alone, "set_experts_implementation"):
+        alone.set_experts_implementation("eager")
     net = parallelize(module, layout, plan)
     with in_float64():
         expected = None

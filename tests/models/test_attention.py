@@ -12,7 +12,7 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import DropoutRng, RelativeBias, scores
-from gridformer.models.blocks.attention import _Heads
+from gridformer.models.blocks.attention import AttentionHeads
 from gridformer.models.blocks.dropout import keep_scores
 from gridformer.models.blocks.scores import SharedBias, Window, added_to_scores, document_bounds
 from gridformer.parallel import build_parallel
@@ -73,7 +73,7 @@ def test_the_fused_kernel_is_always_called(family: str, training: bool, padded: 
     """
     model = build(family, dropout=0.1, attention_dropout=0.0 if training else 0.1)
     model.train(training)
-    with patch.object(_Heads, "_unfused", side_effect=AssertionError):
+    with patch.object(AttentionHeads, "_unfused", side_effect=AssertionError):
         calls = calls_of(model, batch_of(model, padded))
     relative = family == "t5"
     kinds = {
@@ -178,7 +178,7 @@ def test_segments_of_queries_equal_all_queries(
     n, d, f64 = 4, 6, torch.float64
     generator = torch.Generator().manual_seed(5)
     config = ModelConfig(n_layers=1, hidden_size=n * d, n_heads=n, attention_dropout=p)
-    heads = _Heads(config, "x", DropoutRng(1, 2, 3), scaled=True).train()
+    heads = AttentionHeads(config, "x", DropoutRng(1, 2, 3), scaled=True).train()
     heads.head_block = 1
     relative = RelativeBias(8, 10, n, not causal, std=1.0).double()
     torch.nn.init.normal_(relative.weight, generator=generator)

@@ -133,6 +133,26 @@ def gpt2() -> Made:
     return (*_causal("GPT2LMHeadModel", config, 97, **sizes, **rates), GPT2_PLAN)
 
 
+MOE = {"num_experts_per_tok": 2, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+def mixtral() -> Made:
+    """Five experts of two matrices, one of them fused; two heads of keys."""
+    config = pytest.importorskip("transformers").MixtralConfig
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    return (*_causal("MixtralForCausalLM", config, 97, **MOE, **heads, num_local_experts=5), None)
+
+
+def deepseek() -> Made:
+    """Latent attention, a dense layer, then experts with shared ones beside them."""
+    config = pytest.importorskip("transformers").DeepseekV3Config
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48}
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+    routed = {"n_routed_experts": 6, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}
+    more = {**heads, **latent, **routed, "v_head_dim": 10, "first_k_dense_replace": 1}
+    return (*_causal("DeepseekV3ForCausalLM", config, 97, **MOE, **more), None)
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron": {"scheme": "megatron", "cols": 2},
     "tokens": {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
@@ -143,7 +163,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"scheme": "megatron", "cols": 2, "dp": 2, "dp_mode": "zero1"},
     "both": {"scheme": "optimus", "cols": 2, "dp": 2, "dp_mode": "fsdp"},
 }
-NETWORKS = {made.__name__: made for made in (decoder, vit, llama, gpt2)}
+NETWORKS = {made.__name__: made for made in (decoder, vit, llama, gpt2, mixtral, deepseek)}
 
 
 def measured(name: str, layout: dict[str, Any]) -> Any:
@@ -153,7 +173,13 @@ def measured(name: str, layout: dict[str, Any]) -> Any:
 
 
 # Of each network in make test; the decoder is on all layouts there.
-QUICK = {"vit": "optimus branches", "llama": "tokens both", "gpt2": "optimus zero1 branches"}
+QUICK = {
+    "vit": "optimus branches",
+    "llama": "tokens both",
+    "gpt2": "optimus zero1 branches",
+    "mixtral": "branches both",
+    "deepseek": "tokens optimus",
+}
 PAIRS = [(name, layout) for name in NETWORKS for layout in LAYOUTS]
 
 
@@ -162,7 +188,7 @@ PAIRS = [(name, layout) for name in NETWORKS for layout in LAYOUTS]
     full_unless(lambda pair: pair[1] in QUICK.get(pair[0], pair[1]).split(), PAIRS, unpack=True),
 )
 def test_equals_one_process(pool: WorkerPool, name: str, layout: str) -> None:
-    if name in ("llama", "gpt2"):
+    if name not in ("decoder", "vit"):
         pytest.importorskip("transformers")
     n = LayoutConfig(**LAYOUTS[layout]).n_processes
     with pool.limit(280.0):  # each process imports transformers at first
@@ -319,7 +345,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]
         lambda: changed(_in_layer("drop", nn.Dropout(0.1))),
         ONE,
         own_model.PLAN,
-        r"layers\.1\.drop\.p=0\.1: torch's dropout draws other masks",
+        r"layers\.1\.drop\.p=0\.1: torch draws other random numbers",
     ),
     "batch norm": (
         lambda: changed(lambda module: setattr(module, "bn", nn.BatchNorm1d(24))),
@@ -430,11 +456,23 @@ def test_what_is_outside_sections_is_replicated_by_default() -> None:
     assert "model.layers.0.self_attn.A" in roles.not_placed, "it is part of a section"
 
 
-def test_experts_are_refused_by_what_their_plan_says() -> None:
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"router_jitter_noise": 0.1}, r"jitter_noise=0\.1: torch draws"),
+        (
+            {"intermediate_size": 15},
+            r"experts\.gate_up_proj \[8, 30, 16\]: 15 does not divide by layout\.cols=2",
+        ),
+    ],
+    ids=["noise", "widths"],
+)
+def test_experts_are_refused(changes: dict[str, Any], said: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
-    config = transformers.MixtralConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
-    with pytest.raises(ConfigError, match=r"experts.*there is no role 'transformers'"):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(**{**sizes, **heads, **changes})
+    with pytest.raises(ConfigError, match=said):
         check(transformers.MixtralForCausalLM(config), LayoutConfig(**ONE))
 
 

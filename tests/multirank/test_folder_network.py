@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from gridformer.checkpoint.convert.exporting import entries_of_network, export_r
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run
 from gridformer.config.model import sizes_of_folder
 from gridformer.mesh import Axes
+from gridformer.models import NetworkModel
 from gridformer.parallel.build import build_parallel
 from gridformer.parallel.validation import check_layout
 from gridformer.prove import in_float64
@@ -33,6 +35,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron s": {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "dp": 2},
     "megatron_2d": {"scheme": "megatron_2d", **GRID},
     "optimus": {"scheme": "optimus", **GRID},
+    "rows over s": {"scheme": "optimus", **GRID, "rows_over": "sequence"},
+    "rows over s fsdp": {
+        "scheme": "megatron_2d",
+        **GRID,
+        "rows_over": "sequence",
+        "dp": 2,
+        "dp_mode": "fsdp",
+    },
     "fsdp": {"dp": 2, "dp_mode": "fsdp"},
     "optimus fsdp": {"scheme": "optimus", **GRID, "dp": 2, "dp_mode": "fsdp"},
     "branches": {"scheme": "subgraph", "branches": 2, "dp": 2},
@@ -61,7 +71,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     }
 
 
-QUICK = ("megatron s", "optimus fsdp", "branches fsdp", "interleaved", "pipeline s", "pipeline")
+QUICK = (
+    "megatron s",
+    "optimus fsdp",
+    "rows over s",
+    "branches fsdp",
+    "interleaved",
+    "pipeline s",
+    "pipeline",
+)
 
 
 @pytest.mark.parametrize("layout", full_unless(lambda layout: layout in QUICK, LAYOUTS))
@@ -83,6 +101,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {**SIZES, **HEADS}),
     "Qwen3, norms of heads": ("Qwen3ForCausalLM", {**SIZES, **HEADS, "head_dim": 8}),
     "Phi3, fused products": ("Phi3ForCausalLM", {**SIZES, **HEADS}),
+    "Mistral, a window": ("MistralForCausalLM", {**SIZES, **HEADS, "sliding_window": 5}),
+    "Mixtral, experts": ("MixtralForCausalLM", {**SIZES, **HEADS, "num_local_experts": 3}),
     "Gemma2, soft caps": ("Gemma2ForCausalLM", {**SIZES, **HEADS, "head_dim": 8}),
 }
 
@@ -105,6 +125,7 @@ def test_one_device_equals_transformers(
     plan |= {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
     monkeypatch.setattr(transformers.Phi3Config, "base_model_tp_plan", plan)
     theirs = save(tmp_path, *OTHERS[name])
+    theirs.set_experts_implementation("eager")  # expert by expert
     config = ModelConfig(**sizes_of_folder(str(tmp_path)))
     model = build_parallel(config, LayoutConfig(), Axes(), 0, torch.device("cpu"), "float64")
     tokens = torch.randint(89, (4, 13), generator=torch.Generator().manual_seed(1))
@@ -118,7 +139,7 @@ def test_one_device_equals_transformers(
     written = {entry.ours: entry.form.theirs for entry in entries_of_network(config)}
     network: Any = model
     read, orders = network.initial_values(0), network.orders
-    assert len(orders) == 2 * (name == "Phi3, fused products")
+    assert len(orders) == 2 * name.startswith(("Phi3", "Mixtral"))
     for p_name, p in theirs.named_parameters():
         assert torch.equal(written[p_name](read(p_name))[0].double(), p), "an export undoes it"
     assert float(ours.detach()) == pytest.approx(float(loss.detach()), rel=1e-12)
@@ -137,6 +158,44 @@ def test_products_in_layers_that_are_gathered_stay_so(pool: WorkerPool, tmp_path
     model = sizes_of_folder(str(tmp_path))
     with pool.limit(280.0):
         worst = pool.run(2, compare, {"scheme": "megatron", "cols": 2}, model, dict(SETTINGS), 2)
+    assert max(max(one.values()) for one in worst) < 1e-9, worst
+
+
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "a window, rows over s": (
+        "Mistral, a window",
+        {"scheme": "megatron_2d", **GRID, "rows_over": "sequence"},
+    ),
+    "experts, rows over s": (
+        "Mixtral, experts",
+        {"scheme": "optimus", **GRID, "rows_over": "sequence"},
+    ),
+    "experts, stages without layers": (
+        "Mixtral, experts",
+        {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "pp": 4, "micro_batches": 2},
+    ),
+}
+
+
+def compare_all_in_float64(*args: Any) -> Any:
+    """Routers cast to float32, which would round."""
+    run = NetworkModel.run
+
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        with in_float64():
+            return run(*args, **kwargs)
+
+    with patch.object(NetworkModel, "run", wide):
+        return compare(*args)
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_other_networks_equal_one_device(pool: WorkerPool, tmp_path: Path, case: str) -> None:
+    name, layout = MORE[case]
+    save(tmp_path, *OTHERS[name])
+    n, model = LayoutConfig(**layout).n_processes, sizes_of_folder(str(tmp_path))
+    with pool.limit(280.0):
+        worst = pool.run(n, compare_all_in_float64, layout, model, dict(SETTINGS), 2)
     assert max(max(one.values()) for one in worst) < 1e-9, worst
 
 
@@ -185,7 +244,6 @@ def test_a_run_moves_and_is_exported(
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "heads": ({"scheme": "megatron", "cols": 6}, {}, "16 outputs do not divide by layout.cols=6"),
-    "rows over s": ({"scheme": "optimus", **GRID, "rows_over": "sequence"}, {}, "rows_over=batch"),
     "first": ({"scheme": "subgraph", "branches": 2, "common": "first"}, {}, "use common=all"),
     "documents": ({}, {"document_mask": True}, "networks of others read no documents"),
     "key": ({}, {"hidden_size": 64}, "hidden_size=48; leave it out"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models.blocks import DropoutRng
-from gridformer.models.blocks.attention import _Heads
+from gridformer.models.blocks.attention import AttentionHeads
 from gridformer.models.blocks.scores import DocumentBounds, ScoreParts, Window, document_bounds
 from gridformer.models.kernels import library
 from gridformer.parallel import build_parallel
@@ -126,7 +126,7 @@ def run_attention(
         bias = random(n, s, seen, dtype=torch.promote_types(dtype, torch.float32))
         inputs.append(bias.requires_grad_())
     config = ModelConfig(n_layers=1, hidden_size=n * d, n_heads=n, attention_dropout=p)
-    heads = _Heads(config, "x", DropoutRng(1, 2, 2**32 + 3), scaled=True).train()
+    heads = AttentionHeads(config, "x", DropoutRng(1, 2, 2**32 + 3), scaled=True).train()
     heads.head_block, heads.fused = 2, fused
     window = Window(size, seen, torch.device(device)) if size else None
     bounds = bounds_of(s, seen, device) if "documents" in name else None
@@ -176,7 +176,7 @@ def run_model(
     model.dropout_rng.at(slice(4, 6))
     with ExitStack() as stack:
         if fused:
-            for owner, name in ((rng, "keep"), (_Heads, "_unfused")):
+            for owner, name in ((rng, "keep"), (AttentionHeads, "_unfused")):
                 stack.enter_context(patch.object(owner, name, side_effect=AssertionError))
             if rate or padded or packed or family == "llama":  # T5 does not bias cross-attention
                 stack.enter_context(

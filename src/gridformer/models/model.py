@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
-    Attention,
+    AttentionHeads,
     Classifier,
-    CrossAttention,
     CrossEntropy,
     DropoutRng,
     DropoutSite,
@@ -314,7 +313,7 @@ class Model(nn.Module):
                 whole |= {link.modules[0]} if number.isdigit() and seen[stack] > layers else set()
         self.recompute.whole = {part for name, part in self.named_modules() if name in whole}
         for module in self.modules():
-            if isinstance(module, Attention | CrossAttention):
+            if isinstance(module, AttentionHeads):
                 module.recompute = self.recompute
 
     def reads_tokens(self, sequence: SequenceRows) -> None:
@@ -325,7 +324,7 @@ class Model(nn.Module):
         """
         self.sequence = sequence
         for module in self.modules():
-            if isinstance(module, Attention | CrossAttention):
+            if isinstance(module, AttentionHeads):
                 module.sequence = sequence
 
     def length(self, tokens_BS: Tensor) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import KVCache, Layer
 from gridformer.models.model import Activations, Link, Model, held_layers
+from gridformer.models.network_calls import AttentionAlone, attend_by
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import UserError, require
 
@@ -44,13 +45,21 @@ class NetworkLayer(Layer):
 
 
 class _Entering(nn.Module):
-    """Stands for the layers of a stage that has none."""
+    """Stands for the layers of a stage that has none, and does what `change` is beside them."""
 
     leaving: list[Tensor]
 
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
-        self.leaving.append(self.__dict__.pop("entering", x))
+        self.leaving.append(self.change(self.__dict__.pop("entering", x)))
         return self.leaving[0]
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 class _Rest:
@@ -87,6 +96,7 @@ class NetworkModel(Model):
         orders: For parameters whose rows or columns have another order than in the network, the
             dimension and the order; see gridformer.parallel.network.
         sharding: What gridformer.parallel.network has made of it.
+        beside_layers: What a stage without layers does with what enters them, by its link.
     """
 
     module: Any
@@ -103,7 +113,11 @@ class NetworkModel(Model):
         self._buffers = module._buffers
         vars(self)["module"] = module  # it is not one of the submodules
         self.orders: dict[str, tuple[int, Tensor]] = {}
+        self.beside_layers: dict[str, Callable[[Tensor], Tensor]] = {}
         self.path = path_of_layers(module)
+        self.attention = AttentionAlone(config, self.dropout_rng)
+        self.attention.recompute = self.recompute
+        attend_by(self.attention, module)
         above, _, self.stack = self.path.rpartition(".")
         trunk = module.get_submodule(above)
         vars(self)["trunk"] = trunk
@@ -155,8 +169,11 @@ class NetworkModel(Model):
         if "embedding" in names:
             hidden = self._cast(self.module.get_input_embeddings()(tokens_BS))
         entering = None if "embedding" in names else hidden
-        positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
-        inputs = {"inputs_embeds": hidden, "position_ids": positions.unsqueeze(0)}
+        positions = batch.get("positions")
+        if positions is None:
+            end = start + tokens_BS.shape[1]
+            positions = torch.arange(start, end, device=tokens_BS.device).unsqueeze(0)
+        inputs = {"inputs_embeds": hidden, "position_ids": positions}
         inputs |= {"use_cache": False, "return_dict": True}
         if caches:
             inputs["past_key_values"] = _cache_of(caches, start)
@@ -179,7 +196,8 @@ class NetworkModel(Model):
             layers = self.trunk.get_submodule(self.stack)
             every, around = layers._modules, self.trunk._modules
             mine = {n: m for n, m in every.items() if f"layers.{n}" in names}
-            layers._modules = mine or {"0": _Entering()}
+            changes = [self.beside_layers[name] for name in names if name in self.beside_layers]
+            layers._modules = mine or {"0": _Entering(changes[0] if changes else _unchanged)}
             here: list[Any] = [*layers.children()]
             if entering is not None:
                 here[0].entering = entering
@@ -224,14 +242,19 @@ class NetworkModel(Model):
         """Returns what gives the initial values of a parameter by its name.
 
         They come from the weights in the folder, or are new ones of the network, which every
-        process then builds whole in host memory.
+        process then builds whole in host memory. It also loads a network whole if weights have
+        other names in the folder, as those of experts, which transformers joins.
 
         Raises:
             UserError: The weights in the folder do not have a parameter.
         """
         folder = Path(self.config.folder)
         if any(folder.glob(_WEIGHTS)):
-            return _Stored(folder, self.orders)
+            stored = _Stored(folder, self.orders)
+            if all(stored.has(name) for name, _ in self.named_parameters()):
+                return stored
+            values = _loaded(folder)
+            return lambda name: _ordered(values[name], self.orders.get(name))
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
             values = dict(_new_network(self.config, on_meta=False).named_parameters())
@@ -248,16 +271,36 @@ class _Stored:
     def __init__(self, folder: Path, orders: dict[str, tuple[int, Tensor]]) -> None:
         from safetensors import safe_open
 
-        self._folder, self._orders = folder, orders
+        self._orders = orders
         files = [safe_open(path, framework="pt") for path in sorted(folder.glob(_WEIGHTS))]
         self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
-    def __call__(self, name: str) -> Tensor:
+    def has(self, name: str) -> bool:
+        return self._known(name) is not None
+
+    def _known(self, name: str) -> str | None:
         base = name.partition(".")[2]  # the weights of a network without its head
-        known = next((n for n in (name, base) if n in self._where), None)
-        if known is None:
-            raise UserError(f"{self._folder}: its weights do not have {name}")
+        return next((n for n in (name, base) if n in self._where), None)
+
+    def __call__(self, name: str) -> Tensor:
+        known = self._known(name)
+        assert known is not None
         return _ordered(self._where[known].get_tensor(known), self._orders.get(name))
+
+
+def _loaded(folder: Path) -> dict[str, Tensor]:
+    """Returns all parameters of a folder's network, as transformers reads them.
+
+    Raises:
+        UserError: Some are not there.
+    """
+    kind, _ = class_of(str(folder))
+    network, said = kind.from_pretrained(
+        folder, dtype="auto", use_safetensors=True, output_loading_info=True
+    )
+    if missing := sorted(said["missing_keys"]):
+        raise UserError(f"{folder}: its weights do not have {', '.join(missing[:3])}")
+    return {name: p.detach() for name, p in network.named_parameters()}
 
 
 def path_of_layers(module: nn.Module) -> str:

@@ -64,11 +64,11 @@ def parallelize(
         from gridformer.parallel.network.replacing import shard_model
 
         model.sharding = shard_model(model, layout, axes)
-        return model
-    split_heads(model.config, layout, axes)
-    table = spec_of(layout).table(model, axes, choices, layout)
-    if table is not None:
-        apply_table(model, table, axes)
+    else:
+        split_heads(model.config, layout, axes)
+        table = spec_of(layout).table(model, axes, choices, layout)
+        if table is not None:
+            apply_table(model, table, axes)
     if axes.sequence.size > 1:
         model.reads_tokens(GatheringRows.over(axes.sequence, choices.heads_over_rows))
     return model

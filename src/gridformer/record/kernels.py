@@ -25,6 +25,8 @@ _PRODUCTS = {
     "baddbmm": 1,
     "add_product": 1,
     "write_product": 1,
+    "grouped_product": 0,
+    "grouped_sum": 0,
 }
 # Operators that launch nothing although their results are not marked as views.
 _NOTHING = {
@@ -97,9 +99,13 @@ def _product(name: str, factors: Any, out: Tensor, given: list[Tensor]) -> Kerne
     *batch, m, k = a.shape
     n = b.shape[-1]
     many = math.prod(batch)
+    flop = 2 * many * m * n * k
+    if name.startswith("grouped"):  # as if all groups were equal
+        many = len(factors[2])
+        each = -(-m // many)
+        m, k = (each, k) if name == "grouped_product" else (k, each)
     order = "".join("n" if x.stride(-1) == 1 or x.shape[-1] == 1 else "t" for x in (a, b))
     n_bytes = sum(_extent(x) for x in given) + _extent(out)
-    flop = 2 * many * m * n * k
     return Kernel(name, "product", (many, m, n, k), _dtype(a), flop, n_bytes, order=order)
 
 

@@ -18,7 +18,7 @@ from gridformer.memory.estimate import estimate_rank
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import DropoutRng
-from gridformer.models.blocks.attention import _Heads
+from gridformer.models.blocks.attention import AttentionHeads
 from gridformer.models.kernels import library
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data import buckets
@@ -147,7 +147,7 @@ def kernels_of_a_segment(dtype: torch.dtype) -> list[Kernel]:
             return out
 
     config = ModelConfig(n_layers=1, hidden_size=256, n_heads=4)
-    heads = _Heads(config, "x", DropoutRng(), scaled=True)
+    heads = AttentionHeads(config, "x", DropoutRng(), scaled=True)
     with fake_tensors(), fake_gpu():
         q, k, v = (torch.zeros(2, n, s, 64, dtype=dtype) for n, s in ((4, 512), *[(2, 2048)] * 2))
         q, k, v = (x.requires_grad_() for x in (q, k, v))

@@ -7,7 +7,13 @@ is [in, out], so that `y = x W + b` reads as in the papers; see `gridformer.para
 are sharded.
 """
 
-from gridformer.models.blocks.attention import Attention, CrossAttention, GroupedAttention, KVCache
+from gridformer.models.blocks.attention import (
+    Attention,
+    AttentionHeads,
+    CrossAttention,
+    GroupedAttention,
+    KVCache,
+)
 from gridformer.models.blocks.branch import (
     ChosenToken,
     Classifier,

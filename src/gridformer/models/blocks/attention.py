@@ -23,8 +23,8 @@ from gridformer.models.kernels import attention as kernel
 from gridformer.models.kernels import library
 
 
-class _Heads(DropoutSite):
-    """The part that both attentions share: from q, k and v of this device's heads to their results.
+class AttentionHeads(DropoutSite):
+    """The part that all attentions share: from q, k and v of this device's heads to their results.
 
     With `fused`, a GPU uses a kernel of `gridformer.models.kernels` where PyTorch has no fused one:
     with dropout, and with what `added_to_scores` returns.
@@ -182,7 +182,7 @@ class _Heads(DropoutSite):
         return probabilities.to(v.dtype) @ v
 
 
-class Attention(_Heads):
+class Attention(AttentionHeads):
     """Multi-head self-attention, [b, s, h] to [b, s, h].
 
     The columns of `qkv` are ordered [n, 3, d], so that a contiguous block of columns holds whole
@@ -221,7 +221,7 @@ class Attention(_Heads):
         return out
 
 
-class CrossAttention(_Heads):
+class CrossAttention(AttentionHeads):
     """Multi-head attention from a sequence to a source. Columns of `kv` are ordered [n, 2, d]."""
 
     def __init__(

@@ -125,10 +125,13 @@ class _Attention(torch.autograd.Function):
         return q, k, v, None, bias if wants_bias else None, None, None, None, None
 
 
-def empty_heads(q_BNSD: Tensor) -> Tensor:
-    """Returns a tensor of the shape of q [b, n, s, d], in memory [b, s, n, d]."""
+def empty_heads(q_BNSD: Tensor, width: int = 0) -> Tensor:
+    """Returns a tensor of the shape of q [b, n, s, d], or of heads of another width.
+
+    In memory it is [b, s, n, d].
+    """
     b, n, s, d = q_BNSD.shape
-    return q_BNSD.new_empty(b, s, n, d).transpose(1, 2)
+    return q_BNSD.new_empty(b, s, n, width or d).transpose(1, 2)
 
 
 def empty_lse(q_BNSD: Tensor) -> Tensor:
@@ -154,8 +157,8 @@ def _(grad: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @torch.library.register_fake("gridformer::attention", lib=LIBRARY)
-def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_heads(q), empty_lse(q)
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_heads(q, v.shape[-1]), empty_lse(q)
 
 
 @torch.library.register_fake("gridformer::attention_backward", lib=LIBRARY)

@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gridformer import comm
 from gridformer.comm import autograd
 from gridformer.mesh import Axes, Axis
-from gridformer.models.blocks.cast import transposed
+from gridformer.models.blocks.cast import cast, transposed
 from gridformer.models.blocks.linear import linear
 from gridformer.models.blocks.norm import rms_norm
 from gridformer.parallel.network.plan import PlanRole, is_conv1d
@@ -29,6 +30,7 @@ from gridformer.parallel.sharding import ParamPlacement
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.norm import grid_norm
 from gridformer.parallel.tensor.summa import Replicated, Sharded
+from gridformer.parallel.tensor.summa.gathered import LABEL
 
 # Places a parameter of a module, by its name there. The last argument is the order in which the
 # indices of dimension 0, or 1 of a Conv1D, are dealt out, if it is another one.
@@ -278,6 +280,129 @@ def shard_table(plain: nn.Embedding, place: Place, axes: Axes) -> nn.Embedding:
     return plain
 
 
+class ReadCast(nn.Module):
+    """Comes before the class of a module whose code reads parameters of its own, cast to the type
+    of its input.
+
+    Attributes:
+        cast_parameters: Their names.
+    """
+
+    cast_parameters: tuple[str, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = (*args, *kwargs.values())
+        given = (x.dtype for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
+        here, dtype = vars(self), next(given, None)
+        for name in self.cast_parameters:
+            parameter: Any = self._parameters[name]
+            here[name] = self.read(name, parameter if dtype is None else _cast(parameter, dtype))
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            for name in self.cast_parameters:
+                here.pop(name, None)  # unless recomputation has called the module within this call
+
+    def read(self, name: str, value: Tensor) -> Tensor:
+        return value
+
+
+class Experts(ReadCast):
+    """Comes before the class of experts, whose matrices [experts, out, in] are sharded.
+
+    Every column of devices has a part of each expert, and computes a part of the sum. A matrix that
+    rows of devices shard is gathered for each pass.
+
+    Attributes:
+        matrices: The roles of the matrices.
+        alternating: Of how many parts the rows of a matrix alternate, if there are several.
+        grouped: Whether the code that runs knows of `alternating`.
+    """
+
+    matrices: dict[str, PlanRole]
+    alternating: dict[str, int]
+    grouped: bool
+    axes: Axes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        whole = Replicated(self.axes.col)
+
+        def entered(x: Any) -> Any:
+            return enter(x, whole) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+        kwargs = {name: entered(x) for name, x in kwargs.items()}
+        return leave(super().__call__(*map(entered, args), **kwargs), whole)
+
+    def read(self, name: str, value: Tensor) -> Tensor:
+        value = _gathered(value, self.axes.row, 2 if self.matrices[name].kind == "opening" else 1)
+        if name in self.alternating and not self.grouped:
+            parts = value.unflatten(1, (-1, self.alternating[name]))
+            value = parts.transpose(1, 2).flatten(1, 2)
+        return value
+
+
+def shard_experts(
+    experts: nn.Module, matrices: dict[str, PlanRole], place: Place, axes: Axes
+) -> None:
+    """Shards the matrices of experts, which have roles, and lets their code read its parts."""
+    alternating = {}
+    for name, role in matrices.items():
+        widths, order = role.widths(experts.get_parameter(name).shape[1]), None
+        if len(widths) > 1:
+            alternating[name], order = len(widths), order_of_parts(widths, widths[0])
+        cut_ = (None, "col", "row") if role.kind == "opening" else (None, "row", "col")
+        place(experts, name, ParamPlacement(cut_), order)
+    config = getattr(experts, "config", None)
+    grouped = getattr(config, "_experts_implementation", None) == "gridformer"
+    read_cast(experts, (*matrices,), Experts)
+    vars(experts).update(matrices=matrices, alternating=alternating, grouped=grouped, axes=axes)
+
+
+def read_cast(module: nn.Module, names: tuple[str, ...], how: Any = ReadCast) -> None:
+    """Lets a plain module's code read its parameters of these names as `how` says."""
+    kind: Any = type(module)
+    if kind.__module__ == __name__:
+        return  # it is one of those above
+    if not isinstance(module, ReadCast):
+        module.__class__ = _read_by(kind, how)
+    known = vars(module).get("cast_parameters", ())
+    vars(module)["cast_parameters"] = (*dict.fromkeys((*known, *names)),)
+
+
+@cache
+def _read_by(kind: Any, how: Any) -> Any:
+    return type(kind.__name__, (how, kind), {"__module__": kind.__module__})
+
+
+def _cast(parameter: Any, dtype: torch.dtype) -> Tensor:
+    value: Tensor = parameter if parameter.dtype == dtype else _Cast.apply(parameter, dtype)
+    return value
+
+
+class _Cast(torch.autograd.Function):
+    """A parameter in the type of the computation."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = parameter.dtype
+        value = cast(parameter, dtype)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None
+
+
+def _gathered(weight: Tensor, row: Axis, dim: int) -> Tensor:
+    """Gathers a weight down a column: forward all-gather, backward reduce-scatter."""
+    return autograd.pair(
+        weight,
+        row,
+        lambda x: comm.all_gather(x.contiguous(), row, dim, LABEL),
+        lambda grad: comm.reduce_scatter(grad.contiguous(), row, dim, LABEL),
+    )
+
+
 # --------------------------------------------------------------------------- norms
 
 
@@ -369,20 +494,31 @@ def cut_at_first(layer: nn.Module, boundary: Sharded) -> None:
     _change_input(layer, lambda x: cut(x, boundary))
 
 
-def enter_inside(module: nn.Module, boundary: Sharded) -> None:
+def enter_inside(module: nn.Module, boundary: Replicated) -> None:
     """Lets all code inside a module see whole tokens in its first activation."""
     _change_input(module, lambda x: enter(x, boundary))
 
 
 def join_at_last(layer: nn.Module, boundary: Sharded) -> None:
     """Gives every device the whole result of a layer, the last of its list."""
+    _change_output(layer, lambda x: join(x, boundary))
+
+
+def compute_whole(module: nn.Module, boundary: Sharded) -> None:
+    """Lets every device compute a module between sections whole, of all tokens and all of h."""
+    _change_input(module, lambda x: join(x, boundary))
+    _change_output(module, lambda x: cut(x, boundary))
+
+
+def _change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Changes the first tensor that a module returns."""
 
     def hook(_: nn.Module, __: Any, out: Any) -> Any:
         if isinstance(out, Tensor):
-            return join(out, boundary)
-        return type(out)((join(out[0], boundary), *out[1:]))
+            return change(out)
+        return type(out)((change(out[0]), *out[1:]))
 
-    layer.register_forward_hook(hook)
+    module.register_forward_hook(hook)
 
 
 def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

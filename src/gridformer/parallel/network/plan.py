@@ -37,8 +37,8 @@ from gridformer.config import closest
 
 Role = TypeVar("Role")
 KINDS = (
-    *("opening", "head", "closing", "closing split", "embedding", "norm", "norm sharded"),
-    *("replicated", "summed", "local"),
+    *("opening", "head", "closing", "closing split", "experts", "embedding", "norm"),
+    *("norm sharded", "replicated", "summed", "local"),
 )
 _OF_TRANSFORMERS = {
     "colwise": "opening",
@@ -51,6 +51,15 @@ _OF_TRANSFORMERS = {
     "replicated_with_grad_allreduce": "summed",
     "replicate": "replicated",
     "local_params": "local",
+    "moe_tp_experts": "experts",
+    "mla_kv_a_proj": "summed",
+}
+# Latent attention, of which plans name some products or none; it is found by `kv_b_proj`.
+_LATENT = {
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), "opening"),
+    "o_proj": "closing",
+    **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_layernorm"), "summed"),
+    "kv_a_proj_with_mqa": "summed",
 }
 
 
@@ -108,6 +117,8 @@ class Roles:
         heads: For names of modules, the attributes that count heads.
         not_placed: Names of parameters without a role.
         lists: Names of the lists of layers, each of which has openings and closings.
+        routed: Names of the modules, other than layers, that hold experts and what routes tokens.
+        latent: Names of the modules that hold summed products, which opening products read.
         problems: Sentences.
     """
 
@@ -116,11 +127,22 @@ class Roles:
     heads: dict[str, PlanRole] = field(default_factory=dict)
     not_placed: list[str] = field(default_factory=list)
     lists: list[str] = field(default_factory=list)
+    routed: list[str] = field(default_factory=list)
+    latent: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def in_layers(self, name: str) -> bool:
         """Whether a module or parameter is part of a layer in a list of them."""
         return any(name.startswith(f"{one}." if one else "") for one in self.lists)
+
+    def is_layer(self, name: str) -> bool:
+        """Whether a module is one of a list of layers."""
+        above, _, last = name.rpartition(".")
+        return above in self.lists and last.isdecimal()
+
+    def beside_experts(self, name: str) -> bool:
+        """Whether a module or parameter is part of one, not a layer, that holds experts."""
+        return any(name.startswith(f"{one}.") for one in self.routed)
 
 
 def default_plan(network: nn.Module) -> dict[str, str] | None:
@@ -138,12 +160,26 @@ def default_plan(network: nn.Module) -> dict[str, str] | None:
         role = _OF_TRANSFORMERS.get(kind, f"transformers' {kind}")
         if role == "embedding" and not all(map(is_table, matches)):
             role = "replicated"
-        is_parameter = any(fnmatchcase(name, pattern) for name, _ in network.named_parameters())
-        if is_parameter and not matches and kind == "colwise":
+        dims = {p.dim() for name, p in network.named_parameters() if fnmatchcase(name, pattern)}
+        if dims and not matches and kind == "colwise" and dims != {3}:
             role = "local"
-        if matches or is_parameter:
+        if matches or dims:
             plan[pattern] = role
-    return {**plan, **_of_tied(modules, plan), **_of_norms(modules, plan)}
+    for more in (_of_tied, _of_norms, _of_latent):
+        plan |= more(modules, plan)
+    return plan
+
+
+def _of_latent(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> dict[str, str]:
+    """Returns the roles of products of latent attention, of which plans name some or none."""
+    found: dict[str, str] = {}
+    for name in modules:
+        above, _, last = name.rpartition(".")
+        for child, role in _LATENT.items() if last == "kv_b_proj" else ():
+            latent = f"{above}.{child}"
+            if latent in modules and _given(latent, plan) is None:
+                found[re.sub(r"(?<=\.)\d+(?=\.)", "*", latent)] = role
+    return found
 
 
 def _of_tied(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> dict[str, str]:
@@ -211,32 +247,44 @@ def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
         for name in matches:
             if role.kind == "heads":
                 roles.heads[name] = role
-            elif role.kind in ("opening", "head", "closing", "embedding", "norm"):
+            elif role.kind in ("opening", "head", "closing", "experts", "embedding", "norm"):
                 if name in modules:
                     roles.modules[name] = role
-                else:
+                elif not _is_of_experts(name, network, parsed):
                     roles.problems.append(f"{name} is a parameter, and {role.kind} is for modules")
     kinds = ("opening", "head", "closing")
     products = {name for name, role in roles.modules.items() if role.kind in kinds}
     roles.lists = _lists_of_layers(modules, products, roles)
+    routed = [n.rpartition(".")[0] for n, role in roles.modules.items() if role.kind == "experts"]
+    roles.routed = [one for one in dict.fromkeys(routed) if not roles.is_layer(one)]
     widths = _residual_widths(modules, roles)
     sections = {holder_of(n, modules) for n in products if roles.in_layers(n)}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         path = name.rpartition(".")[0]
-        if path in roles.modules:
+        experts = path in roles.modules and roles.modules[path].kind == "experts"
+        if path in roles.modules and not experts:
             continue
         given = _given(name, parsed)
-        if given is not None and given.kind in ("replicated", "summed", "local"):
+        allowed = ("opening", "closing") if experts else ("replicated", "summed", "local")
+        if given is not None and given.kind in allowed:
             roles.parameters[name] = given
+            if given.kind == "summed" and parameter.dim() > 1:
+                roles.latent.append(holder_of(path, modules))
         elif "Norm" in type(modules[path]).__name__ and tuple(parameter.shape) in widths:
             roles.modules[path] = PlanRole("norm")
-        elif plan is None and not _is_under(name, sections):
+        elif plan is None and not experts and not _is_under(name, sections):
             roles.parameters[name] = PlanRole("replicated")
         elif plan is None and type(modules[path]).__module__ == "transformers.activations":
             roles.parameters[name] = PlanRole("summed")  # between opening and closing
         else:
             roles.not_placed.append(name)
     return roles
+
+
+def _is_of_experts(name: str, network: nn.Module, parsed: Mapping[str, PlanRole]) -> bool:
+    """Whether a parameter is a matrix of each of several experts."""
+    given = _given(name.rpartition(".")[0], parsed)
+    return network.get_parameter(name).dim() == 3 and given is not None and given.kind == "experts"
 
 
 def _given(name: str, parsed: Mapping[str, Role]) -> Role | None:

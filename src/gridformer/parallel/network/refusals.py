@@ -11,6 +11,7 @@ from torch import nn
 
 from gridformer import models
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig
+from gridformer.models import network_calls
 from gridformer.parallel.network import modules as parts
 from gridformer.parallel.network.plan import (
     PlanRole,
@@ -56,8 +57,9 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     one_stage = run.layout.model_copy(update={"pp": 1, "stages_per_rank": 1})
     for part in module.modules():
         parts.known_norm(part)  # which are then known to records of a step
-    yield from _unsupported(one_stage)
     roles = roles_of(module, None)
+    attends = module.config._attn_implementation == network_calls.NAME and not roles.latent
+    yield from _unsupported(one_stage, attends)
     if pp > 1 and len(roles.lists) > 1:
         yield f"layout.pp={pp}: {' and '.join(roles.lists)} are no chain of layers: use pp=1"
     yield from _problems(module, roles, one_stage, pp)
@@ -79,13 +81,17 @@ def _unlike_layers(config: ModelConfig) -> Any:
     return network.module
 
 
-def _unsupported(layout: LayoutConfig) -> Iterator[str]:
+def _unsupported(layout: LayoutConfig, attends: bool = False) -> Iterator[str]:
+    """Yields what is not for any network; rows divide tokens if gridformer `attends`."""
     refused: dict[str, tuple[object, str]] = {
         "pp": (layout.pp > 1, "pipelines need a chain of gridformer's own links: use pp=1"),
         "common": (layout.common != "all", "use common=all"),
         "attention": (layout.attention != "inside", "use attention=inside"),
         "feed_forward": (layout.feed_forward != "branched", "use feed_forward=branched"),
-        "rows_over": (layout.rows_over == "sequence", "use rows_over=batch"),
+        "rows_over": (
+            layout.rows_over == "sequence" and not attends,
+            "use rows_over=batch",
+        ),
         "stationary": (layout.stationary != "auto", "use stationary=auto"),
         "schedule": (layout.schedule not in ("auto", "gather"), "use schedule=gather"),
         "keep_gathered": (layout.keep_gathered not in ("auto", "none"), "use keep_gathered=none"),
@@ -123,13 +129,12 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
             yield from _of_heads(name, modules, role, layout)
     if between == "h":
         yield from _of_bare_norms(modules, roles)
+    yield from _of_entered(modules, roles, between)
     if between in ("s", "b"):
-        yield from _of_tokens(modules, roles)
         config = getattr(module, "config", None)
-        masked = getattr(config, "sliding_window", None) or (
-            getattr(config, "_attn_implementation", "sdpa") != "sdpa"
-        )
-        if masked and (between == "b" or pp > 1):
+        how = getattr(config, "_attn_implementation", "sdpa")
+        plain = how == "sdpa" and not getattr(config, "sliding_window", None)
+        if not plain and how != network_calls.NAME and (between == "b" or pp > 1):
             yield (
                 f"{type(module).__name__} makes masks of attention for what a device has between "
                 "sections: use scheme=megatron without sequence_parallel, or optimus"
@@ -151,7 +156,8 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
         if role.kind == "local" and (not size or size[0] % n):
             yield f"{name} {list(size)}: dimension 0 does not divide by {columns}"
         whole = between == "replicated" or (between != "b" and name.startswith(gathered))
-        if role.kind == "replicated" and roles.in_layers(name) and not whole:
+        inside = roles.in_layers(name) and not roles.beside_experts(name)
+        if role.kind == "replicated" and inside and not whole:
             yield (
                 f"{name}: replicated parameters inside layers need whole activations between "
                 "sections: use scheme=megatron without sequence_parallel"
@@ -178,14 +184,26 @@ def _of_heads(
             )
 
 
-def _of_tokens(modules: Mapping[str, nn.Module], roles: Roles) -> Iterator[str]:
-    """Where tokens are sharded, code with heads must see whole ones, and norms must not."""
+def _of_entered(modules: Mapping[str, nn.Module], roles: Roles, between: str) -> Iterator[str]:
+    """Modules that are entered as a whole must hold a section, and nothing that is around it.
+
+    So it is where tokens are sharded, and where opening products read a latent.
+    """
+    norms = [name for name, role in roles.modules.items() if role.kind == "norm" and not role.split]
     for name, role in roles.modules.items():
-        if role.kind not in ("opening", "head") or not roles.in_layers(name):
+        if role.kind == "experts":
+            if between != "replicated" and name.rpartition(".")[0] not in roles.routed:
+                yield (
+                    f"{name}: activations are sharded between sections, and the layer itself "
+                    "routes tokens to experts: use scheme=megatron without sequence_parallel"
+                )
             continue
+        opens = role.kind in ("opening", "head") and roles.in_layers(name)
         holder = holder_of(name, modules)
-        norms = [n for n, r in roles.modules.items() if r.kind == "norm" and not r.split]
-        if _is_layer(holder, roles) or any(n.startswith(f"{holder}.") for n in norms):
+        sharded = between in ("s", "b") and not roles.beside_experts(name)
+        if not opens or not (sharded or holder in roles.latent):
+            continue
+        if roles.is_layer(holder) or any(n.startswith(f"{holder}.") for n in norms):
             yield (
                 f"{name}: activations are sharded between sections, and {holder} also computes "
                 "what is between them: put the section into a module of its own, or use "
@@ -199,7 +217,8 @@ def _of_bare_norms(modules: Mapping[str, nn.Module], roles: Roles) -> Iterator[s
     holders = {holder_of(name, modules) for name in opens}
     for name, module in modules.items():
         bare = "Norm" in type(module).__name__ and not any(True for _ in module.parameters())
-        if bare and roles.in_layers(name) and name.rpartition(".")[0] not in holders:
+        inside = roles.in_layers(name) and not roles.beside_experts(name)
+        if bare and inside and name.rpartition(".")[0] not in holders:
             kind = type(module).__name__
             yield f"{name}: {kind} has no weight, and columns of devices cannot sum its statistics"
 
@@ -231,14 +250,19 @@ def _random_or_mixing(modules: Mapping[str, nn.Module], layout: LayoutConfig) ->
     for name, module in modules.items():
         if isinstance(module, _BATCH_NORMS) and layout.n_processes > 1:
             yield f"{name}: {type(module).__name__} mixes samples, of which a process has a part"
-        rates = {k: v for k, v in vars(module).items() if "dropout" in k and isinstance(v, float)}
+        random = ("dropout", "jitter")
+        rates = {
+            k: v
+            for k, v in vars(module).items()
+            if any(word in k for word in random) and isinstance(v, float)
+        }
         if isinstance(module, _DROPOUTS):
             rates["p"] = float(module.p)
         for key, rate in rates.items():
             if rate > 0:
                 yield (
-                    f"{name}.{key}={rate}: torch's dropout draws other masks on every process, "
-                    "also where they must be equal: set it to 0 before the network is built"
+                    f"{name}.{key}={rate}: torch draws other random numbers on every process, also "
+                    "where they must be equal: set it to 0 before the network is built"
                 )
 
 
@@ -256,6 +280,9 @@ def _of_module(
                 f"{name}: {type(module).__name__} is neither a LayerNorm nor an RMSNorm, "
                 f"whose statistics columns of devices can sum: use {remedy}"
             )
+        return
+    if role.kind == "experts":
+        yield from _of_experts(name, module, roles, layout)
         return
     if role.kind == "embedding":
         if not is_table(module) or hooked:
@@ -289,15 +316,27 @@ def _of_module(
             yield f"{name}: {size} {what} do not divide by layout.{axis}={n}"
 
 
+def _of_experts(name: str, module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterator[str]:
+    """Every expert's matrices [out, in] are shared by columns of devices, and by rows."""
+    key, cols = columns_of(layout)
+    for leaf, parameter in module.named_parameters(recurse=False):
+        role = roles.parameters.get(f"{name}.{leaf}")
+        if role is None:
+            continue
+        _, n_out, n_in = parameter.shape
+        between, outer = (role.widths(n_out), n_in) if role.kind == "opening" else ((n_in,), n_out)
+        sizes = [(width, key, cols) for width in dict.fromkeys(between)]
+        for size, axis, n in (*sizes, (outer, "rows", layout.rows)):
+            if size % n:
+                shape = [*parameter.shape]
+                yield f"{name}.{leaf} {shape}: {size} does not divide by layout.{axis}={n}"
+
+
 def _head_width(module: nn.Module) -> int:
     """Returns the width of a head of an attention module that says it, otherwise 1."""
     names = ("head_dim", "head_size", "attention_head_size")
     widths = [getattr(module, name, None) for name in names]
     return next((width for width in widths if isinstance(width, int) and width), 1)
-
-
-def _is_layer(path: str, roles: Roles) -> bool:
-    return path.rpartition(".")[0] in roles.lists and path.rpartition(".")[2].isdecimal()
 
 
 def columns_of(layout: LayoutConfig) -> tuple[str, int]:

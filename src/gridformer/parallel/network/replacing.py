@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gridformer import models
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes, Axis
+from gridformer.models.network_calls import group_experts
 from gridformer.parallel.network import modules as parts
 from gridformer.parallel.network.plan import PlanRole, Roles, holder_of, roles_of
 from gridformer.parallel.registry import spec_of
@@ -24,7 +25,9 @@ class Sharding:
     """Replaces modules of a network by their parallel forms, without allocating parameters.
 
     Args:
-        layers: How many layers a list of them has; 0 for those that are here.
+        n_layers: How many layers a list of them has; 0 for those that are here.
+        ends: Whether the first layer is in one stage with what is before it, and the last one with
+            what is behind it.
 
     Attributes:
         layers: The layers that are here.
@@ -39,6 +42,7 @@ class Sharding:
         layout: LayoutConfig,
         axes: Axes,
         n_layers: int = 0,
+        ends: tuple[bool, bool] = (True, True),
     ) -> None:
         boundary = spec_of(layout).boundary(layout)
         self.branched = boundary.activation_layout == "b"
@@ -54,20 +58,34 @@ class Sharding:
         if self.branched:  # what is common computes other samples on every device
             self.equal = ParamPlacement((), replicas="dp_branch")
             self.summed = ParamPlacement((), copies="branch", partial=True)
+        # Beside experts every device of a row computes whole activations.
+        self.beside = ParamPlacement((), copies="branch") if self.branched else self.equal
         self._placed: dict[nn.Parameter, nn.Parameter] = {}
         self._orders: dict[nn.Parameter, tuple[int, Tensor]] = {}
         self._equal: set[nn.Parameter] = set()
+        network = getattr(module, "module", module)
+        experts = any(role.kind == "experts" for role in roles.modules.values())
+        if experts and hasattr(network, "set_experts_implementation"):
+            group_experts(network)
         self._replace(module, roles, boundary.activation_layout)
+        if isinstance(self.boundary, Sharded):
+            for name in roles.routed:
+                parts.compute_whole(module.get_submodule(name), self.boundary)
         for name, role in roles.parameters.items():
             parent, _, leaf = name.rpartition(".")
             owner = module.get_submodule(parent)
+            if role.kind in ("opening", "closing"):
+                continue  # a matrix of experts
             if role.kind == "local":
                 cut = ("col", *[None] * (owner.get_parameter(leaf).dim() - 1))
                 self._place(owner, leaf, ParamPlacement(cut, copies="row", partial=True))
+                parts.read_cast(owner, (leaf,))
                 continue
-            placement = self.summed if role.kind == "summed" else self.equal
+            placement = self.beside if roles.beside_experts(name) else self.equal
+            placement = self.summed if role.kind == "summed" else placement
             if leaf != "weight":
                 self._place(owner, leaf, placement)
+                parts.read_cast(owner, (leaf,))
             elif (local := self._local(owner, placement)) is not owner:
                 above, _, last = parent.rpartition(".")
                 setattr(module.get_submodule(above), last, local)
@@ -80,9 +98,9 @@ class Sharding:
         if isinstance(self.boundary, Sharded) and not self.branched:
             for several in lists:
                 here = dict(several.named_children())
-                if "0" in here:
+                if "0" in here and ends[0]:
                     parts.cut_at_first(here["0"], self.boundary)
-                if (last := str((n_layers or len(here)) - 1)) in here:
+                if (last := str((n_layers or len(here)) - 1)) in here and ends[1]:
                     parts.join_at_last(here[last], self.boundary)
         names = dict(module.named_parameters())
         self.orders = {n: self._orders[p] for n, p in names.items() if p in self._orders}
@@ -100,28 +118,40 @@ class Sharding:
         made: dict[nn.Module, nn.Module] = {}
         holders: dict[str, None] = {}
         for name, role in roles.modules.items():
-            plain, inside = modules[name], roles.in_layers(name)
+            plain, beside = modules[name], roles.beside_experts(name)
+            inside = roles.in_layers(name) and not beside
+            holder = holder_of(name, modules)
             opens = role.kind in ("opening", "head")
-            if opens and inside and between in ("s", "b"):
-                holders[holder_of(name, modules)] = None
+            whole = opens and inside and (between in ("s", "b") or holder in roles.latent)
+            if whole:
+                holders[holder] = None
+            if role.kind == "experts":
+                leaves = [leaf for leaf, _ in plain.named_parameters(recurse=False)]
+                matrices = {leaf: roles.parameters[f"{name}.{leaf}"] for leaf in leaves}
+                parts.shard_experts(plain, matrices, self._place, self.axes)
+                made[plain] = plain
             if plain not in made:
                 entering = None
-                if opens and (between not in ("s", "b") or not inside):
-                    key = holder_of(name, modules), inside
+                if opens and not whole:
+                    key = holder, inside
                     boundary = self.boundary if inside else self.whole
                     entering = enterings.setdefault(key, parts.Entering(boundary))
                     entering.n_readers += 1
-                made[plain] = self._parallel(plain, role, inside, entering)
+                made[plain] = self._parallel(plain, role, inside, beside, entering)
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, made[plain])
         for name in holders:
-            assert isinstance(self.boundary, Sharded)
             parts.enter_inside(modules[name], self.boundary)
 
     def _parallel(
-        self, plain: nn.Module, role: PlanRole, inside: bool, entering: parts.Entering | None
+        self,
+        plain: nn.Module,
+        role: PlanRole,
+        inside: bool,
+        beside: bool,
+        entering: parts.Entering | None,
     ) -> nn.Module:
-        if self.branched and not inside:
+        if self.branched and not inside and not beside:
             return self._local(plain, self.equal)
         if role.kind == "norm" and role.split:
             return self._local(plain, VECTOR, self.axes.col)
@@ -131,6 +161,7 @@ class Sharding:
         by_width = sharded and self.boundary.dim == -1  # type: ignore[attr-defined]
         summed = sharded and not self.branched
         vector = VECTOR if by_width else self.summed if summed else self.equal
+        vector = self.beside if beside else vector
         if role.kind == "closing":
             boundary = self.boundary if inside else self.whole
             return parts.Closing(plain, role, boundary, vector, self._place, self.axes)
@@ -149,8 +180,10 @@ class Sharding:
         if known is not None:
             return parts.Norm(plain, known, axis or Axis("col"), placement, self._place)
         assert axis is None, "the check of a layout has looked at it"
-        for name, _ in [*plain.named_parameters(recurse=False)]:
+        names = tuple(name for name, _ in plain.named_parameters(recurse=False))
+        for name in names:
             self._place(plain, name, placement)
+        parts.read_cast(plain, names)
         return plain
 
     def _place(
@@ -193,8 +226,17 @@ def shard_model(model: models.NetworkModel, layout: LayoutConfig, axes: Axes) ->
     Its loss then reads logits whose vocabulary is sharded over columns.
     """
     roles = roles_of(model.module, None)
-    sharding = Sharding(model, roles, layout, axes, model.config.n_layers)
-    model.orders = sharding.orders
+    last = len(model.links()) - 1
+    stages = model.stages or (range(last + 1),)
+    first, final = ({*pair} for pair in ((0, 1), (last - 1, last)))
+    ends = any(first <= {*s} for s in stages), any(final <= {*s} for s in stages)
+    sharding = Sharding(model, roles, layout, axes, model.config.n_layers, ends)
+    model.orders, boundary = sharding.orders, sharding.boundary
+    if isinstance(boundary, Sharded) and not sharding.branched:
+        model.beside_layers = {
+            "embedding": lambda x: parts.cut(x, boundary),
+            "head": lambda x: parts.join(x, boundary),
+        }
     head = model.module.get_output_embeddings()
     if axes.col.size > 1 and isinstance(head, parts.Opening):
         head.gathered = None
