@@ -156,8 +156,8 @@ class _Transposed(torch.autograd.Function):
 
 
 def _joined(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns parameters side by side in a new tensor."""
-    read = [_readable(parameter) for parameter in parameters]
+    """Returns parameters, or transposes of them, side by side in a new tensor."""
+    read = [_readable(p) if p.is_leaf else cast(p, dtype).detach() for p in parameters]
     if all(parameter.dtype == dtype for parameter in read):
         return torch.cat(read, -1)
     widths = [parameter.shape[-1] for parameter in read]

@@ -23,8 +23,9 @@ from gridformer import comm
 from gridformer.comm import autograd
 from gridformer.mesh import Axes, Axis
 from gridformer.models.blocks.cast import cast, transposed
-from gridformer.models.blocks.linear import linear
+from gridformer.models.blocks.linear import linear, side_by_side
 from gridformer.models.blocks.norm import rms_norm
+from gridformer.parallel.data.fsdp import materialized
 from gridformer.parallel.network.plan import PlanRole, is_conv1d
 from gridformer.parallel.sharding import ParamPlacement
 from gridformer.parallel.tensor import summa
@@ -174,19 +175,72 @@ class Opening(_Product):
         self.gathered = Sharded(axes.col, -1) if role.kind == "head" else None
         alone = replace(axes, col=Axis("col"))
         self.schedule = summa.Gathered(alone, Replicated(alone.col)) if axes.row.size > 1 else None
+        self.joined: JoinedOpenings | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.entering is not None:
-            x = self.entering(x, self.n_in)
-        if self.schedule is None:
-            y = linear(x, self.weight_IO(), self.bias)
+        if self.joined is not None:
+            y = self.joined(self, x)
         else:
-            y = summa.product_ab(x, self.weight_IO(), self.schedule, self.bias)
+            if self.entering is not None:
+                x = self.entering(x, self.n_in)
+            y = linear(x, self.weight_IO(), self.bias)
         if self.widths:
             block = [width // math.gcd(*self.widths) for width in self.widths]
             parts = y.unflatten(-1, (self.n_blocks, sum(block))).split(block, -1)
             return torch.cat([part.flatten(-2) for part in parts], -1)
         return y if self.gathered is None else join(y, self.gathered)[..., : self.n_out]
+
+
+class JoinedOpenings:
+    """The opening products of a module, whose weights rows of devices shard, as one product.
+
+    The first of them that is called computes all of them, for the same tensor.
+
+    Attributes:
+        gathered_weight: What is gathered ahead of their weights side by side.
+    """
+
+    def __init__(self, members: list[Opening], row: Axis) -> None:
+        self.members, first = members, members[0]
+        self.entering, self.schedule = first.entering, first.schedule
+        self.gathered_weight = summa.GatheredWeight(row, keeps=False)
+        self.gathered_weight.block = self._block
+        vars(first)["gathered_weight"] = self.gathered_weight
+        self._last: tuple[Tensor, object] | None = None
+        self._results: list[Tensor | None] = []
+        for member in members:
+            member.joined = self
+        if self.entering is not None:
+            self.entering.n_readers = 1
+
+    def _block(self) -> Tensor:
+        weights = [materialized(member.weight) for member in self.members]
+        return self._weight(weights[0].dtype)
+
+    def _weight(self, dtype: torch.dtype) -> Tensor:
+        weights = [member.weight_IO() for member in self.members]
+        return side_by_side(weights, dtype) if len(weights) > 1 else weights[0]
+
+    def __call__(self, member: Opening, x: Tensor) -> Tensor:
+        index, state = self.members.index(member), (torch.is_grad_enabled(), autograd.version_of(x))
+        same = self._last is not None and self._last[0] is x and self._last[1] == state
+        if not same or self._results[index] is None:
+            self._results, self._last = self._compute(x), (x, state)
+        result, self._results[index] = self._results[index], None
+        if not any(other is not None for other in self._results):
+            self._last = None
+        assert result is not None
+        return result
+
+    def _compute(self, x: Tensor) -> list[Tensor | None]:
+        members, schedule = self.members, self.schedule
+        assert schedule is not None
+        if self.entering is not None:
+            x = self.entering(x, members[0].n_in)
+        biases = [member.bias for member in members if member.bias is not None]
+        bias = side_by_side(biases, x.dtype) if len(biases) > 1 else (*biases, None)[0]
+        y = summa.product_ab(x, self._weight(x.dtype), schedule, bias, self.gathered_weight)
+        return [*y.split([member.weight_IO().shape[1] for member in members], -1)]
 
 
 class Closing(_Product):
@@ -204,13 +258,20 @@ class Closing(_Product):
         super().__init__(plain, ("row", "col"), bias, place)
         self.boundary, self.split = boundary, Sharded(axes.col, -1) if role.split else None
         self.schedule = summa.Gathered(axes, boundary) if axes.row.size > 1 else None
+        self.gathered_weight = None
+        if self.schedule is not None:
+            self.gathered_weight = summa.GatheredWeight(axes.row, keeps=False)
+            self.gathered_weight.block = lambda: self._weight_OI(materialized(self.weight))
+
+    def _weight_OI(self, weight: Tensor) -> Tensor:
+        return transposed(weight) if self.turned else weight
 
     def forward(self, x: Tensor) -> Tensor:
         if self.split is not None:
             x = cut(x, self.split)
         if self.schedule is not None:
-            weight_OI = transposed(self.weight) if self.turned else self.weight
-            return summa.product_abt(x, weight_OI, self.schedule, self.bias)
+            weight_OI = self._weight_OI(self.weight)
+            return summa.product_abt(x, weight_OI, self.schedule, self.bias, self.gathered_weight)
         y = leave(linear(x, self.weight_IO(), None), self.boundary)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

@@ -135,6 +135,12 @@ class Roles:
         """Whether a module or parameter is part of a layer in a list of them."""
         return any(name.startswith(f"{one}." if one else "") for one in self.lists)
 
+    def layer_of(self, name: str) -> str:
+        """Returns the name of the layer that a module is part of."""
+        above = next(one for one in self.lists if name.startswith(f"{one}." if one else ""))
+        prefix = f"{above}." if above else ""
+        return prefix + name.removeprefix(prefix).partition(".")[0]
+
     def is_layer(self, name: str) -> bool:
         """Whether a module is one of a list of layers."""
         above, _, last = name.rpartition(".")

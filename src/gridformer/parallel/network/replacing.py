@@ -15,6 +15,7 @@ from gridformer.parallel.network import modules as parts
 from gridformer.parallel.network.plan import PlanRole, Roles, holder_of, roles_of
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.sharding import ParamPlacement, is_sharded, shard_parameter
+from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.parallel.tensor.norm import VECTOR
 from gridformer.parallel.tensor.partitioned_activations import PartitionedActivations
@@ -142,6 +143,33 @@ class Sharding:
             setattr(module.get_submodule(parent), leaf, made[plain])
         for name in holders:
             parts.enter_inside(modules[name], self.boundary)
+        if self.axes.row.size > 1:
+            self._gather_ahead(modules, roles, made)
+
+    def _gather_ahead(
+        self, modules: dict[str, nn.Module], roles: Roles, made: dict[nn.Module, nn.Module]
+    ) -> None:
+        """Joins the opening products of each module, and links weights, in the network's order."""
+        sections: dict[str, list[parts.Opening]] = {}
+        products = [(n, made[modules[n]]) for n in modules if n in roles.modules]
+        for name, product in products:
+            if isinstance(product, parts.Opening):
+                apart = name if roles.modules[name].kind == "head" else ""
+                apart = name if holder_of(name, modules) in roles.latent else apart
+                key = f"{holder_of(name, modules)} {apart} {product.bias is None}"
+                sections.setdefault(key, []).append(product)
+        for members in sections.values():
+            parts.JoinedOpenings([*dict.fromkeys(members)], self.axes.row)
+        last: tuple[str, summa.GatheredWeight] | None = None
+        for name, product in products:
+            weight = vars(product).get("gathered_weight")
+            if weight is None or not roles.in_layers(name):
+                continue
+            layer = roles.layer_of(name)
+            if last is not None:
+                last[1].after, weight.before = weight, last[1]
+                last[1].ends_block = last[0] != layer
+            last = layer, weight
 
     def _parallel(
         self,
