@@ -173,8 +173,6 @@ class Opening(_Product):
         self.n_blocks //= axes.col.size
         self.entering = entering
         self.gathered = Sharded(axes.col, -1) if role.kind == "head" else None
-        alone = replace(axes, col=Axis("col"))
-        self.schedule = summa.Gathered(alone, Replicated(alone.col)) if axes.row.size > 1 else None
         self.joined: JoinedOpenings | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,18 +198,20 @@ class JoinedOpenings:
         gathered_weight: What is gathered ahead of their weights side by side.
     """
 
-    def __init__(self, members: list[Opening], row: Axis) -> None:
+    def __init__(self, members: list[Opening], axes: Axes) -> None:
         self.members, first = members, members[0]
-        self.entering, self.schedule = first.entering, first.schedule
-        self.gathered_weight = summa.GatheredWeight(row, keeps=False)
+        self.boundary = first.entering.boundary if first.entering else None
+        alone = replace(axes, col=Axis("col"))
+        self._entered = summa.Gathered(alone, Replicated(alone.col))
+        self._whole = summa.Gathered(axes, Replicated(axes.col))
+        self._sharded = summa.Gathered(axes, self.boundary or self._whole.boundary)
+        self.gathered_weight = summa.GatheredWeight(axes.row, keeps=False)
         self.gathered_weight.block = self._block
         vars(first)["gathered_weight"] = self.gathered_weight
         self._last: tuple[Tensor, object] | None = None
         self._results: list[Tensor | None] = []
         for member in members:
             member.joined = self
-        if self.entering is not None:
-            self.entering.n_readers = 1
 
     def _block(self) -> Tensor:
         weights = [materialized(member.weight) for member in self.members]
@@ -233,13 +233,13 @@ class JoinedOpenings:
         return result
 
     def _compute(self, x: Tensor) -> list[Tensor | None]:
-        members, schedule = self.members, self.schedule
-        assert schedule is not None
-        if self.entering is not None:
-            x = self.entering(x, members[0].n_in)
+        members, schedule = self.members, self._entered
+        if self.boundary is not None:
+            schedule = self._sharded if x.shape[-1] < members[0].n_in else self._whole
         biases = [member.bias for member in members if member.bias is not None]
         bias = side_by_side(biases, x.dtype) if len(biases) > 1 else (*biases, None)[0]
-        y = summa.product_ab(x, self._weight(x.dtype), schedule, bias, self.gathered_weight)
+        weight, ahead = self._weight(x.dtype), self.gathered_weight
+        y = summa.product_ab(x, weight, schedule, bias, ahead, keep_input=True)
         return [*y.split([member.weight_IO().shape[1] for member in members], -1)]
 
 

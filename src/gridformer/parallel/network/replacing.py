@@ -159,7 +159,7 @@ class Sharding:
                 key = f"{holder_of(name, modules)} {apart} {product.bias is None}"
                 sections.setdefault(key, []).append(product)
         for members in sections.values():
-            parts.JoinedOpenings([*dict.fromkeys(members)], self.axes.row)
+            parts.JoinedOpenings([*dict.fromkeys(members)], self.axes)
         last: tuple[str, summa.GatheredWeight] | None = None
         for name, product in products:
             weight = vars(product).get("gathered_weight")
