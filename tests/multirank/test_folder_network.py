@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
+from benchmarks.coverage.measured import compared_widely
 
 from gridformer.checkpoint.convert.exporting import entries_of_network, export_run
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run
 from gridformer.config.model import sizes_of_folder
 from gridformer.mesh import Axes
-from gridformer.models import NetworkModel
 from gridformer.parallel.build import build_parallel
 from gridformer.parallel.validation import check_layout
 from gridformer.prove import in_float64
@@ -177,25 +176,13 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def compare_all_in_float64(*args: Any) -> Any:
-    """Routers cast to float32, which would round."""
-    run = NetworkModel.run
-
-    def wide(*args: Any, **kwargs: Any) -> Any:
-        with in_float64():
-            return run(*args, **kwargs)
-
-    with patch.object(NetworkModel, "run", wide):
-        return compare(*args)
-
-
 @pytest.mark.parametrize("case", MORE)
 def test_other_networks_equal_one_device(pool: WorkerPool, tmp_path: Path, case: str) -> None:
     name, layout = MORE[case]
     save(tmp_path, *OTHERS[name])
     n, model = LayoutConfig(**layout).n_processes, sizes_of_folder(str(tmp_path))
     with pool.limit(280.0):
-        worst = pool.run(n, compare_all_in_float64, layout, model, dict(SETTINGS), 2)
+        worst = pool.run(n, compared_widely, layout, model, dict(SETTINGS), 2)
     assert max(max(one.values()) for one in worst) < 1e-9, worst
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import KVCache, Layer
 from gridformer.models.model import Activations, Link, Model, held_layers
-from gridformer.models.network_calls import AttentionAlone, attend_by
+from gridformer.models.network_calls import AttentionAlone, attend_in
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import UserError, require
 
@@ -117,7 +117,7 @@ class NetworkModel(Model):
         self.path = path_of_layers(module)
         self.attention = AttentionAlone(config, self.dropout_rng)
         self.attention.recompute = self.recompute
-        attend_by(self.attention, module)
+        attend_in(module, self.attention)
         above, _, self.stack = self.path.rpartition(".")
         trunk = module.get_submodule(above)
         vars(self)["trunk"] = trunk

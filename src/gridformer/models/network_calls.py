@@ -49,21 +49,30 @@ class AttentionAlone(AttentionHeads):
         )
 
 
-def attend_by(attention: AttentionAlone, network: Any) -> None:
-    """Lets a network of transformers attend by `attention`, if its masks are causal or windows.
-
-    It makes no masks then: transformers makes them as soon as a step is recorded or compiled.
-    """
-    from transformers import AttentionInterface
-
+def attends_plainly(network: Any) -> bool:
+    """Whether a network of transformers asks for attention with causal masks and windows alone."""
     source = inspect.getsource(sys.modules[type(network).__module__])
     masks = set(re.findall(r"\bcreate_\w*mask\w*", source))
     more = re.search(r"softcap=|s_aux=|position_bias=|_mask_function=", source)
-    if masks and masks <= _MASKS and not more and _CALL in source and network._supports_sdpa:
-        AttentionInterface.register(NAME, _attend)
-        network.set_attn_implementation(NAME)
-        for module in network.modules():
-            vars(module)["attending"] = attention  # it is not one of its submodules
+    known = _CALL in source and getattr(network, "_supports_sdpa", False)
+    return known and bool(masks) and masks <= _MASKS and not more
+
+
+def attend_in(network: Any, attention: AttentionAlone | None = None) -> None:
+    """Lets a network of transformers attend by `attention`, or a new one, if it attends plainly.
+
+    It makes no masks then: transformers makes them as soon as a step is recorded or compiled.
+    """
+    if not attends_plainly(network):
+        return
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attend)
+    network.set_attn_implementation(NAME)
+    if attention is None:
+        attention = AttentionAlone(ModelConfig(n_layers=1, hidden_size=1, n_heads=1), DropoutRng())
+    for module in network.modules():
+        vars(module)["attending"] = attention  # it is not one of its submodules
 
 
 def _attend(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gridformer import comm
 from gridformer.comm.autograd import one_thread
 from gridformer.config import LayoutConfig
+from gridformer.models.network_calls import attend_in
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.build import initialize
 from gridformer.parallel.data import fsdp
@@ -60,6 +61,7 @@ def parallelize(
     if not isinstance(layout, LayoutConfig):
         layout = LayoutConfig.model_validate({**layout})
     roles = check(module, layout, plan)
+    attend_in(module)
     n = dist.get_world_size() if dist.is_initialized() else 1
     if n != layout.n_processes:
         raise RuntimeError(

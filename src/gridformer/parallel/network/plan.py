@@ -116,8 +116,9 @@ class Roles:
         parameters: For names of parameters: replicated, summed and local.
         heads: For names of modules, the attributes that count heads.
         not_placed: Names of parameters without a role.
-        lists: Names of the lists of layers, each of which has openings and closings.
-        routed: Names of the modules, other than layers, that hold experts and what routes tokens.
+        lists: Names of the lists of layers.
+        whole: Names of modules in layers of which every device computes the whole between sections,
+            since they have replicated parameters or experts.
         latent: Names of the modules that hold summed products, which opening products read.
         problems: Sentences.
     """
@@ -127,7 +128,7 @@ class Roles:
     heads: dict[str, PlanRole] = field(default_factory=dict)
     not_placed: list[str] = field(default_factory=list)
     lists: list[str] = field(default_factory=list)
-    routed: list[str] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
     latent: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -146,9 +147,9 @@ class Roles:
         above, _, last = name.rpartition(".")
         return above in self.lists and last.isdecimal()
 
-    def beside_experts(self, name: str) -> bool:
-        """Whether a module or parameter is part of one, not a layer, that holds experts."""
-        return any(name.startswith(f"{one}.") for one in self.routed)
+    def in_whole(self, name: str) -> bool:
+        """Whether a module or parameter is part of one that every device computes whole."""
+        return any(name.startswith(f"{one}.") for one in self.whole)
 
 
 def default_plan(network: nn.Module) -> dict[str, str] | None:
@@ -258,13 +259,17 @@ def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
                     roles.modules[name] = role
                 elif not _is_of_experts(name, network, parsed):
                     roles.problems.append(f"{name} is a parameter, and {role.kind} is for modules")
-    kinds = ("opening", "head", "closing")
+    kinds = ("opening", "head", "closing", "experts")
     products = {name for name, role in roles.modules.items() if role.kind in kinds}
     roles.lists = _lists_of_layers(modules, products, roles)
-    routed = [n.rpartition(".")[0] for n, role in roles.modules.items() if role.kind == "experts"]
-    roles.routed = [one for one in dict.fromkeys(routed) if not roles.is_layer(one)]
     widths = _residual_widths(modules, roles)
-    sections = {holder_of(n, modules) for n in products if roles.in_layers(n)}
+    sections = {
+        holder_of(name, modules)
+        for name in products
+        if roles.in_layers(name)
+        and roles.modules[name].kind in ("opening", "closing")
+        and not roles.modules[name].split
+    }
     for name, parameter in network.named_parameters(remove_duplicate=False):
         path = name.rpartition(".")[0]
         experts = path in roles.modules and roles.modules[path].kind == "experts"
@@ -284,7 +289,21 @@ def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
             roles.parameters[name] = PlanRole("summed")  # between opening and closing
         else:
             roles.not_placed.append(name)
+    roles.whole = _whole(modules, roles)
     return roles
+
+
+def _whole(modules: Mapping[str, nn.Module], roles: Roles) -> list[str]:
+    """Returns the outermost modules in layers that have replicated parameters or experts."""
+    experts = [name for name, role in roles.modules.items() if role.kind == "experts"]
+    alike = [name for name, role in roles.parameters.items() if role.kind == "replicated"]
+    found: dict[str, None] = {}
+    for name in filter(roles.in_layers, (*experts, *alike)):
+        layer = roles.layer_of(name)
+        child = f"{layer}.{name.removeprefix(f'{layer}.').partition('.')[0]}"
+        if child in modules and child != name and any(True for _ in modules[child].children()):
+            found[child] = None
+    return [*found]
 
 
 def _is_of_experts(name: str, network: nn.Module, parsed: Mapping[str, PlanRole]) -> bool:
@@ -311,11 +330,11 @@ def _is_under(name: str, paths: set[str]) -> bool:
 def _lists_of_layers(
     modules: Mapping[str, nn.Module], products: set[str], roles: Roles
 ) -> list[str]:
-    """Returns the outermost lists, each of whose modules has opening and closing products."""
+    """Returns the outermost lists of modules, some of which have sections."""
 
-    def kinds(path: str) -> set[str]:
-        inside = [roles.modules[name] for name in products if name.startswith(f"{path}.")]
-        return {"closing" if role.kind == "closing" else "opening" for role in inside}
+    def has_section(path: str) -> bool:
+        inside = {roles.modules[name].kind for name in products if name.startswith(f"{path}.")}
+        return "experts" in inside or {"closing"} < inside
 
     lists: list[str] = []
     for name, module in modules.items():
@@ -323,7 +342,7 @@ def _lists_of_layers(
             continue
         paths = [f"{name}.{i}" if name else i for i, _ in module.named_children()]
         inside = any(name.startswith(f"{one}." if one else "") for one in lists)
-        if not inside and all(kinds(path) == {"opening", "closing"} for path in paths):
+        if not inside and any(map(has_section, paths)):
             lists.append(name)
     return lists
 

@@ -58,7 +58,7 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     for part in module.modules():
         parts.known_norm(part)  # which are then known to records of a step
     roles = roles_of(module, None)
-    attends = module.config._attn_implementation == network_calls.NAME and not roles.latent
+    attends = network_calls.attends_plainly(module) and not roles.latent
     yield from _unsupported(one_stage, attends)
     if pp > 1 and len(roles.lists) > 1:
         yield f"layout.pp={pp}: {' and '.join(roles.lists)} are no chain of layers: use pp=1"
@@ -132,9 +132,11 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
     yield from _of_entered(modules, roles, between)
     if between in ("s", "b"):
         config = getattr(module, "config", None)
-        how = getattr(config, "_attn_implementation", "sdpa")
-        plain = how == "sdpa" and not getattr(config, "sliding_window", None)
-        if not plain and how != network_calls.NAME and (between == "b" or pp > 1):
+        plain = network_calls.attends_plainly(module) or (
+            getattr(config, "_attn_implementation", "sdpa") == "sdpa"
+            and not getattr(config, "sliding_window", None)
+        )
+        if not plain and (between == "b" or pp > 1):
             yield (
                 f"{type(module).__name__} makes masks of attention for what a device has between "
                 "sections: use scheme=megatron without sequence_parallel, or optimus"
@@ -148,16 +150,12 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
                     f"{name}.{attribute}={value}: heads of {name} must be a number that "
                     f"{columns} divides"
                 )
-    # Products in layers whose results are gathered, so that all devices compute what reads them.
-    heads = [n for n, r in roles.modules.items() if r.kind == "head" and roles.in_layers(n)]
-    gathered = tuple(f"{holder_of(name, modules)}." for name in heads)
     for name, role in roles.parameters.items():
         size = module.get_parameter(name).shape
         if role.kind == "local" and (not size or size[0] % n):
             yield f"{name} {list(size)}: dimension 0 does not divide by {columns}"
-        whole = between == "replicated" or (between != "b" and name.startswith(gathered))
-        inside = roles.in_layers(name) and not roles.beside_experts(name)
-        if role.kind == "replicated" and inside and not whole:
+        inside = roles.in_layers(name) and not roles.in_whole(name)
+        if role.kind == "replicated" and between != "replicated" and inside:
             yield (
                 f"{name}: replicated parameters inside layers need whole activations between "
                 "sections: use scheme=megatron without sequence_parallel"
@@ -192,7 +190,7 @@ def _of_entered(modules: Mapping[str, nn.Module], roles: Roles, between: str) ->
     norms = [name for name, role in roles.modules.items() if role.kind == "norm" and not role.split]
     for name, role in roles.modules.items():
         if role.kind == "experts":
-            if between != "replicated" and name.rpartition(".")[0] not in roles.routed:
+            if between != "replicated" and not roles.in_whole(name):
                 yield (
                     f"{name}: activations are sharded between sections, and the layer itself "
                     "routes tokens to experts: use scheme=megatron without sequence_parallel"
@@ -200,7 +198,7 @@ def _of_entered(modules: Mapping[str, nn.Module], roles: Roles, between: str) ->
             continue
         opens = role.kind in ("opening", "head") and roles.in_layers(name)
         holder = holder_of(name, modules)
-        sharded = between in ("s", "b") and not roles.beside_experts(name)
+        sharded = between in ("s", "b") and not roles.in_whole(name)
         if not opens or not (sharded or holder in roles.latent):
             continue
         if roles.is_layer(holder) or any(n.startswith(f"{holder}.") for n in norms):
@@ -217,7 +215,7 @@ def _of_bare_norms(modules: Mapping[str, nn.Module], roles: Roles) -> Iterator[s
     holders = {holder_of(name, modules) for name in opens}
     for name, module in modules.items():
         bare = "Norm" in type(module).__name__ and not any(True for _ in module.parameters())
-        inside = roles.in_layers(name) and not roles.beside_experts(name)
+        inside = roles.in_layers(name) and not roles.in_whole(name)
         if bare and inside and name.rpartition(".")[0] not in holders:
             kind = type(module).__name__
             yield f"{name}: {kind} has no weight, and columns of devices cannot sum its statistics"

@@ -59,8 +59,8 @@ class Sharding:
         if self.branched:  # what is common computes other samples on every device
             self.equal = ParamPlacement((), replicas="dp_branch")
             self.summed = ParamPlacement((), copies="branch", partial=True)
-        # Beside experts every device of a row computes whole activations.
-        self.beside = ParamPlacement((), copies="branch") if self.branched else self.equal
+        # In whole modules every device of a row computes whole activations.
+        self.whole_here = ParamPlacement((), copies="branch") if self.branched else self.equal
         self._placed: dict[nn.Parameter, nn.Parameter] = {}
         self._orders: dict[nn.Parameter, tuple[int, Tensor]] = {}
         self._equal: set[nn.Parameter] = set()
@@ -70,7 +70,7 @@ class Sharding:
             group_experts(network)
         self._replace(module, roles, boundary.activation_layout)
         if isinstance(self.boundary, Sharded):
-            for name in roles.routed:
+            for name in roles.whole:
                 parts.compute_whole(module.get_submodule(name), self.boundary)
         for name, role in roles.parameters.items():
             parent, _, leaf = name.rpartition(".")
@@ -82,7 +82,7 @@ class Sharding:
                 self._place(owner, leaf, ParamPlacement(cut, copies="row", partial=True))
                 parts.read_cast(owner, (leaf,))
                 continue
-            placement = self.beside if roles.beside_experts(name) else self.equal
+            placement = self.whole_here if roles.in_whole(name) else self.equal
             placement = self.summed if role.kind == "summed" else placement
             if leaf != "weight":
                 self._place(owner, leaf, placement)
@@ -117,15 +117,15 @@ class Sharding:
         modules = dict(module.named_modules(remove_duplicate=False))
         enterings: dict[tuple[str, bool], parts.Entering] = {}
         made: dict[nn.Module, nn.Module] = {}
-        holders: dict[str, None] = {}
+        holders: dict[str, Replicated] = {}
         for name, role in roles.modules.items():
-            plain, beside = modules[name], roles.beside_experts(name)
-            inside = roles.in_layers(name) and not beside
+            plain, whole_here = modules[name], roles.in_whole(name)
+            inside = roles.in_layers(name) and not whole_here
             holder = holder_of(name, modules)
             opens = role.kind in ("opening", "head")
-            whole = opens and inside and (between in ("s", "b") or holder in roles.latent)
-            if whole:
-                holders[holder] = None
+            latent = holder in roles.latent and (inside or whole_here)
+            if opens and (latent or (inside and between in ("s", "b"))):
+                holders[holder] = self.boundary if inside else self.whole
             if role.kind == "experts":
                 leaves = [leaf for leaf, _ in plain.named_parameters(recurse=False)]
                 matrices = {leaf: roles.parameters[f"{name}.{leaf}"] for leaf in leaves}
@@ -133,16 +133,16 @@ class Sharding:
                 made[plain] = plain
             if plain not in made:
                 entering = None
-                if opens and not whole:
+                if opens and holder not in holders:
                     key = holder, inside
                     boundary = self.boundary if inside else self.whole
                     entering = enterings.setdefault(key, parts.Entering(boundary))
                     entering.n_readers += 1
-                made[plain] = self._parallel(plain, role, inside, beside, entering)
+                made[plain] = self._parallel(plain, role, inside, whole_here, entering)
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, made[plain])
-        for name in holders:
-            parts.enter_inside(modules[name], self.boundary)
+        for name, boundary in holders.items():
+            parts.enter_inside(modules[name], boundary)
         if self.axes.row.size > 1:
             self._gather_ahead(modules, roles, made)
 
@@ -176,10 +176,10 @@ class Sharding:
         plain: nn.Module,
         role: PlanRole,
         inside: bool,
-        beside: bool,
+        whole_here: bool,
         entering: parts.Entering | None,
     ) -> nn.Module:
-        if self.branched and not inside and not beside:
+        if self.branched and not inside and not whole_here:
             return self._local(plain, self.equal)
         if role.kind == "norm" and role.split:
             return self._local(plain, VECTOR, self.axes.col)
@@ -189,7 +189,7 @@ class Sharding:
         by_width = sharded and self.boundary.dim == -1  # type: ignore[attr-defined]
         summed = sharded and not self.branched
         vector = VECTOR if by_width else self.summed if summed else self.equal
-        vector = self.beside if beside else vector
+        vector = self.whole_here if whole_here else vector
         if role.kind == "closing":
             boundary = self.boundary if inside else self.whole
             return parts.Closing(plain, role, boundary, vector, self._place, self.axes)
