@@ -181,6 +181,8 @@ def test_other_networks_equal_one_device(pool: WorkerPool, tmp_path: Path, case:
     name, layout = MORE[case]
     save(tmp_path, *OTHERS[name])
     n, model = LayoutConfig(**layout).n_processes, sizes_of_folder(str(tmp_path))
+    if "experts" in case:
+        assert model["ffn_size"] == 2 * 96, "estimates count a token's two experts"
     with pool.limit(280.0):
         worst = pool.run(n, compared_widely, layout, model, dict(SETTINGS), 2)
     assert max(max(one.values()) for one in worst) < 1e-9, worst

@@ -369,6 +369,12 @@ def sizes_of_folder(folder: str) -> dict[str, Any]:
             f"folder={folder}: its config.json has no {said}: gridformer prove and "
             "gridformer.parallelize take networks that are no language models"
         )
+    if isinstance(chosen := values.get("num_experts_per_tok"), int):
+        # Estimates count what a token takes: its experts, and those that all tokens share.
+        each = values.get("moe_intermediate_size") or sizes.get("ffn_size", 0)
+        shared = each * (values.get("n_shared_experts") or 0)
+        shared = values.get("shared_expert_intermediate_size") or shared
+        sizes["ffn_size"] = chosen * each + shared
     tied = values.get("tie_word_embeddings", True)
     named = {"family": "network", "folder": str(Path(folder).resolve())}
     return {**named, "tied_head": tied, **sizes}
