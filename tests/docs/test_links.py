@@ -72,7 +72,7 @@ def test_every_module_of_the_map_exists() -> None:
     order = reading_order()
     assert len(order.numbered) == 10
     steps = (name for names in order.numbered.values() for name in names)
-    for name in [*order.helpers, *order.schemes, *steps]:
+    for name in [*order.helpers, *steps]:
         assert (source / name).exists(), name
 
 

@@ -14,11 +14,11 @@ import yaml
 
 from gridformer.config import LayoutConfig, Task
 from gridformer.config.reading import configs_dir
+from gridformer.exactness import IN_BACKWARD, METHODS
 from gridformer.parallel.auto.heuristics import decide
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import (
     EVERYTHING,
-    IN_BACKWARD,
     TRAIN,
     assert_equal_one_device,
     compare,
@@ -362,16 +362,6 @@ def pipelines() -> Iterator[Case]:
 
 # --------------------------------------------------- methods
 
-METHODS: dict[str, Settings] = {
-    "full": {"recompute": "full", "loss_chunk_tokens": 21},
-    "selective": {"recompute": "selective", "loss_chunk_tokens": 50},
-    "some layers": {"recompute": "except_attention", "recompute_layers": 1},
-    "in_backward": IN_BACKWARD,
-    "clip_by_layer": {"clip_by": "layer"},
-    "in_backward, not clipped": {"update": "in_backward", "clip_norm": 0.0},
-    "offload": {"offload": "optimizer"},
-    "all": {**IN_BACKWARD, "offload": "optimizer", "recompute": "full", "loss_chunk_tokens": 21},
-}
 UPDATES = [*METHODS][3:]
 POSSIBLE = [cell for cell in CELLS if n_of_cell(cell) <= 8 and not refusal(cell)]
 # Of two equally useful cells, choose the one with dropout, whose masks must be made again.
@@ -579,8 +569,8 @@ def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, case: Case) -> Non
     settings = {**TRAIN, **case.train, "dtype": "bfloat16"}
     limit = 1e-2 if "pp" in case.layout else 2e-3
     for worst in pool.run(n_of(case.layout), compare, case.layout, case.model, settings, 2):
-        assert worst["init"] == 0.0
-        assert max(worst["loss"], worst["eval"]) < limit
+        assert worst["initial"] == 0.0
+        assert max(worst["loss"], worst["evaluated"]) < limit
         assert worst["norm"] < 10 * limit
 
 

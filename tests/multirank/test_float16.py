@@ -203,7 +203,7 @@ def test_stays_close_to_one_device(pool: WorkerPool, case: tuple[str, str]) -> N
     model = {"max_seq_len": 12, "dropout": 0.1, "attention_dropout": 0.1, **MODELS[family]}
     settings = {**TRAIN, "dtype": "float16"}
     for worst in pool.run(n_of(LAYOUTS[name]), compare, LAYOUTS[name], model, settings, 3):
-        assert worst["init"] == 0.0
+        assert worst["initial"] == 0.0
         assert worst["loss"] < 5e-4
         assert worst["norm"] < 1e-2
 

@@ -14,11 +14,11 @@ from unittest.mock import patch
 import pytest
 
 from gridformer.config import FINE_TUNING, LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from gridformer.exactness import without_methods
 from tests.support.fuzz import drawing, ranks
 from tests.support.fuzz.case import QUICK, Case, case_of
 from tests.support.fuzz.drawing import Chooser, refusals, values_of
 from tests.support.fuzz.ranks import check_case
-from tests.support.multirank.exactness import without_methods
 from tests.support.multirank.pool import WorkerPool
 
 # Seconds after which a leg of a case counts as hung. It usually takes one, but with 16 processes on

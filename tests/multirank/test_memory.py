@@ -17,6 +17,7 @@ from benchmarks.memory.measure import measure_rank
 from torch import Tensor, nn
 
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
+from gridformer.exactness import IN_BACKWARD
 from gridformer.memory.estimate import estimate_rank
 from gridformer.models.blocks import Layer
 from gridformer.parallel.auto.heuristics import decide
@@ -30,7 +31,7 @@ from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless
 from tests.support.memory_log import MemoryLog
-from tests.support.multirank.exactness import IN_BACKWARD, batch_of, built, tiny
+from tests.support.multirank.exactness import batch_of, built, tiny
 from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run, agrees_of, measured, refused_below

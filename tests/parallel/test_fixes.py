@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gridformer.config import SCHEMES, Family, LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from gridformer.config import Family, LayoutConfig, ModelConfig, RunConfig, TrainConfig, schemes
 from gridformer.mesh.node_placement import blocks, sizes_of
 from gridformer.parallel.validation import problems
 from tests.support.fixes import changed, rules, run_of
@@ -31,7 +31,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
         max_seq_len=draw(st.integers(1, 40)),
     )
     plan = LayoutConfig(
-        scheme=draw(st.sampled_from(SCHEMES)),
+        scheme=draw(st.sampled_from([*schemes()])),
         rows=draw(st.integers(1, 6)),
         cols=draw(st.integers(1, 9)),
         branches=draw(st.sampled_from([1, 1, 1, 2, 3, 4, 8])),

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import gridformer
-from gridformer.config import SCHEMES, LayoutConfig, RunConfig
-from gridformer.parallel.registry import SPECS
+from gridformer.config import LayoutConfig, RunConfig, schemes
+from gridformer.parallel.registry import spec_of, specs
 from gridformer.parallel.validation import check_layout, problems
 from gridformer.utils.errors import ConfigError
 from tests.support.fixes import changed, rules, run_of
@@ -204,14 +204,14 @@ def test_micro_batches_divide_over_this_number_of_devices(
 ) -> None:
     """`batch_parts` is what the rule about `global_batch` demands of each micro-batch."""
     plan = LayoutConfig(**layout, micro_batches=2)
-    assert SPECS[plan.scheme].batch_parts(plan) == parts
+    assert spec_of(plan).batch_parts(plan) == parts
     for batch in range(1, 4 * parts + 1):
         values = {"train.global_batch": batch, "layout.micro_batches": 2}
         broken = rules(run_of(**values, **{f"layout.{key}": x for key, x in layout.items()}))
         assert ("batch" in broken) == (batch % (2 * parts) != 0), batch
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", schemes())
 def test_what_a_scheme_does_not_cut_need_not_divide(scheme: str) -> None:
     """One replica on one device accepts anything; rows only matter to Optimus."""
     odd = {"model.hidden_size": 35, "model.n_heads": 5, "model.ffn_size": 11}
@@ -247,9 +247,8 @@ def test_schemes_are_read_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_every_name_of_a_scheme_has_a_spec() -> None:
-    assert tuple(SPECS) == SCHEMES
-    keys = {key for spec in SPECS.values() for key in (*spec.axes, *spec.keys)}
+def test_keys_of_schemes_are_keys_of_layouts() -> None:
+    keys = {key for spec in specs().values() for key in (*spec.axes, *spec.keys)}
     assert keys < LayoutConfig.model_fields.keys()
 
 

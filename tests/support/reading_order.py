@@ -14,12 +14,10 @@ class ReadingOrder(NamedTuple):
 
     Attributes:
         numbered: The files of each entry of the numbered list, of which a step runs one or several.
-        schemes: The files that say what a scheme replaces each module with.
         helpers: The files of the table in docs/reference/internals.md.
     """
 
     numbered: dict[int, list[str]]
-    schemes: list[str]
     helpers: set[str]
 
 
@@ -27,15 +25,14 @@ def reading_order() -> ReadingOrder:
     """Read the sections of docs/architecture.md and docs/reference/internals.md on one step."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     section = text[text.index("## Reading one step") : text.index("## Where to add")]
-    ordered, _, building = section.partition("\n\nBefore a step")
+    ordered, _, _ = section.partition("\n\nBefore a step")
     entries = re.split(r"^(\d+)\. ", ordered, flags=re.M)
     numbered = {int(n): _files(entry) for n, entry in zip(entries[1::2], entries[2::2])}
-    schemes = _files(building.partition(". ")[0])
     text = (ROOT / "docs/reference/internals.md").read_text(encoding="utf-8")
     section = text[text.index("## Files that also run") : text.index("## Seams")]
     rows = re.findall(r"^\| `([\w/]+)` \| ([^|]+) \|", section, re.MULTILINE)
     helpers = {f"{folder}/{name}" for folder, names in rows for name in _FILE.findall(names)}
-    return ReadingOrder(numbered, schemes, helpers)
+    return ReadingOrder(numbered, helpers)
 
 
 def _files(text: str) -> list[str]:

@@ -55,26 +55,26 @@ def layouts(
     """
     from rich.console import Console
 
-    from gridformer.config import SCHEMES, any_of, find_run_file, load_run, model_names, parse_run
+    from gridformer.config import any_of, find_run_file, load_run, model_names, parse_run, schemes
     from gridformer.memory.layouts import candidates, common_batch, list_layouts
 
-    wrong = [name for name in scheme or () if name not in SCHEMES]
+    only = scheme or ()
+    wrong = [name for name in only if name not in schemes()]
     if wrong:
-        raise UserError(f"--scheme {wrong[0]} is unknown: use {any_of(SCHEMES)}")
+        raise UserError(f"--scheme {wrong[0]} is unknown: use {any_of(schemes())}")
     if model in model_names() and not Path(model).is_file():
         run = parse_run({"model": model, "data": {"path": "."}})
     else:
         run = load_run(find_run_file(model, or_model=True))
     section: dict[str, Any] = run.model.model_dump()
-    schemes: Any = scheme or ()
     why = "--global-batch"
     if not global_batch and "global_batch" in run.train.model_fields_set:
         global_batch, why = run.train.global_batch, "train.global_batch"
     elif not global_batch:
-        global_batch, why = common_batch(processes, schemes), "the fewest that all layouts split"
+        global_batch, why = common_batch(processes, only), "the fewest that all layouts split"
     seq_len = seq_len or run.data.seq_len or min(run.model.max_seq_len, ESTIMATED_TOKENS)
-    listed = list_layouts(section, processes, global_batch, seq_len, schemes, _LIST_S)
-    total = sum(1 for _ in candidates(processes, schemes))
+    listed = list_layouts(section, processes, global_batch, seq_len, only, _LIST_S)
+    total = sum(1 for _ in candidates(processes, only))
     if len(listed) < total:
         n = f"{len(listed):,} of {total:,} layouts were checked in {_LIST_S} s"
         typer.echo(f"{n}, fewest stages first (see --scheme)", err=True)

@@ -8,7 +8,7 @@ reports all problems at once in a `ConfigError`, each with a value that works.
 
 from gridformer.config.base import Config, any_of, divisors
 from gridformer.config.data import FINE_TUNING, TASKS, DataConfig, Task
-from gridformer.config.layout import SCHEMES, LayoutConfig, PipelineOrder, Scheme
+from gridformer.config.layout import LayoutConfig, PipelineOrder, schemes
 from gridformer.config.model import ENCODER_DECODER, Family, ModelConfig, RopeScaling
 from gridformer.config.reading import (
     closest,
@@ -25,7 +25,6 @@ from gridformer.config.train import TrainConfig
 __all__ = [
     "ENCODER_DECODER",
     "FINE_TUNING",
-    "SCHEMES",
     "TASKS",
     "Config",
     "DataConfig",
@@ -35,7 +34,6 @@ __all__ = [
     "PipelineOrder",
     "RopeScaling",
     "RunConfig",
-    "Scheme",
     "Task",
     "TrainConfig",
     "any_of",
@@ -46,5 +44,6 @@ __all__ = [
     "load_run",
     "model_names",
     "parse_run",
+    "schemes",
     "shipped_model",
 ]

@@ -3,15 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
-from gridformer.config.base import Config
+from gridformer.config.base import Config, any_of
+from gridformer.utils.errors import UserError
 from gridformer.utils.units import MOST_LAYERS, MOST_PROCESSES
 
-Scheme = Literal["single", "megatron", "megatron_2d", "optimus", "subgraph"]
-SCHEMES: tuple[Scheme, ...] = get_args(Scheme)  # described in gridformer.parallel.registry
+GROUP = "gridformer.schemes"  # the entry points of packages that bring schemes
+# The schemes of this package: where the spec of each is, and what it does to a model.
+_OURS = {
+    "single": ("scheme:Single", "leaves it on one device"),
+    "megatron": ("megatron:Megatron", "shards it over columns"),
+    "megatron_2d": ("megatron_2d:Megatron2D", "shards it over rows and columns, with local norms"),
+    "optimus": ("optimus:Optimus", "shards it over rows and columns"),
+    "subgraph": ("subgraph:Branched", "divides its branches among sub-grids"),
+}
+_SAID = "; ".join(f"{name} {what}" for name, (_, what) in _OURS.items())
+
+
+@cache
+def schemes() -> dict[str, EntryPoint]:
+    """Returns where the spec of every installed scheme is, by name. Nothing is imported.
+
+    Raises:
+        UserError: A package brings a scheme whose name is taken.
+    """
+    ours = {name: f"gridformer.parallel.{where}" for name, (where, _) in _OURS.items()}
+    entries = {name: EntryPoint(name, where, GROUP) for name, where in ours.items()}
+    for entry in entry_points(group=GROUP):
+        if taken := entries.get(entry.name):
+            raise UserError(
+                f"the entry point {entry.name} = {entry.value} of {GROUP} has the name of the "
+                f"scheme {taken.value}: rename it, or uninstall its package"
+            )
+        entries[entry.name] = entry
+    return entries
+
+
+def _scheme(name: str) -> str:
+    if name not in _OURS and name not in schemes():
+        expected = any_of(f"'{known}'" for known in schemes())
+        raise PydanticCustomError(
+            "literal_error", "Input should be {expected}", {"expected": expected}
+        )
+    return name
+
+
+Scheme = Annotated[str, AfterValidator(_scheme), WithJsonSchema({"enum": [*_OURS]})]
 PipelineOrder = Literal["gpipe", "1f1b", "interleaved"]
 
 
@@ -27,10 +70,11 @@ class LayoutConfig(Config):
     (gridformer.parallel.auto.cost).
     """
 
-    scheme: Scheme = "single"
-    """The scheme determines how weights and activations are sharded: single leaves the model on one
-    device, megatron shards it over columns, megatron_2d and optimus shard it over a grid of rows
-    and columns, and subgraph divides its branches among sub-grids."""
+    scheme: Scheme = Field(
+        default="single",
+        description="The scheme determines how the weights and activations of a model are sharded: "
+        f"{_SAID}. Packages can bring others.",
+    )
     rows: int = Field(default=1, ge=1, le=MOST_PROCESSES)
     """The device grid has this number of rows (r)."""
     cols: int = Field(default=1, ge=1, le=MOST_PROCESSES)

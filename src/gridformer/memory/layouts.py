@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gridformer.config import LayoutConfig, RunConfig, Scheme, divisors, parse_run
-from gridformer.parallel.registry import SPECS, describe_layout, spec_of
+from gridformer.config import LayoutConfig, RunConfig, divisors, parse_run
+from gridformer.parallel.registry import describe_layout, spec_of, specs
 from gridformer.parallel.validation import violations
 from gridformer.utils.units import format_setting
 
@@ -66,7 +66,7 @@ def list_layouts(
     processes: int,
     global_batch: int = 0,
     seq_len: int = 0,
-    schemes: Sequence[Scheme] = (),
+    schemes: Sequence[str] = (),
     seconds: float = math.inf,
 ) -> list[Listed]:
     """Lists every arrangement of `processes` for a model, checked as `gridformer train` would.
@@ -106,13 +106,13 @@ def list_layouts(
     return listed
 
 
-def common_batch(processes: int, schemes: Sequence[Scheme] = ()) -> int:
+def common_batch(processes: int, schemes: Sequence[str] = ()) -> int:
     """Returns the smallest global batch that every one of `candidates` can split."""
     every = candidates(processes, schemes)
     return math.lcm(*(spec_of(one).batch_parts(one) * one.micro_batches for one in every))
 
 
-def candidates(processes: int, schemes: Sequence[Scheme] = ()) -> Iterator[LayoutConfig]:
+def candidates(processes: int, schemes: Sequence[str] = ()) -> Iterator[LayoutConfig]:
     """Yields all arrangements of pipeline stages, replicas and grid, without checking any model.
 
     `schemes` are those of the layouts; empty means all.
@@ -121,7 +121,7 @@ def candidates(processes: int, schemes: Sequence[Scheme] = ()) -> Iterator[Layou
         for dp in divisors(processes // pp):
             rest = processes // (pp * dp)
             common: dict[str, Any] = {"pp": pp, "dp": dp, "micro_batches": pp}
-            for name, spec in SPECS.items():
+            for name, spec in specs().items():
                 if schemes and name not in schemes:
                     continue
                 for arrangement in spec.arrangements(rest):

@@ -1,22 +1,43 @@
-"""All schemes by name. A new scheme needs a line here."""
+"""The specs of all schemes, those that other packages bring included."""
 
 from __future__ import annotations
 
-from gridformer.config import LayoutConfig, Scheme
-from gridformer.parallel.megatron import Megatron
-from gridformer.parallel.megatron_2d import Megatron2D
-from gridformer.parallel.optimus import Optimus
-from gridformer.parallel.scheme import SchemeSpec, Single
-from gridformer.parallel.subgraph import Branched
+from functools import cache
+from importlib.metadata import EntryPoint
 
-SPECS: dict[Scheme, SchemeSpec] = {
-    spec.name: spec for spec in (Single(), Megatron(), Megatron2D(), Optimus(), Branched())
-}
+from gridformer.config import LayoutConfig, schemes
+from gridformer.parallel.scheme import SchemeSpec
+from gridformer.utils.errors import UserError
+
+
+@cache
+def specs() -> dict[str, SchemeSpec]:
+    """Returns the specs of all schemes by name.
+
+    Raises:
+        UserError: What a package brings cannot be imported or is no spec of that name.
+    """
+    return {name: _spec(entry) for name, entry in schemes().items()}
+
+
+def _spec(entry: EntryPoint) -> SchemeSpec:
+    what = f"the scheme {entry.name} ({entry.value})"
+    try:
+        spec = entry.load()
+        spec = spec() if isinstance(spec, type) else spec
+    except Exception as error:  # whatever the code of others raises
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"{what} cannot be loaded ({why}): correct or uninstall it") from error
+    if not isinstance(spec, SchemeSpec):
+        raise UserError(f"{what} is of type {type(spec).__name__}: make it a SchemeSpec")
+    if getattr(spec, "name", None) != entry.name:
+        raise UserError(f"{what} has another name: set `name` of its spec to '{entry.name}'")
+    return spec
 
 
 def spec_of(layout: LayoutConfig) -> SchemeSpec:
     """Returns the spec of a layout's scheme."""
-    return SPECS[layout.scheme]
+    return specs()[layout.scheme]
 
 
 def describe_layout(layout: LayoutConfig) -> str:

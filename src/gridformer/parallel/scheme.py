@@ -1,7 +1,7 @@
 """`SchemeSpec`: everything that distinguishes one parallel scheme, in one place.
 
 Whatever depends on the scheme asks its spec; no code compares names of schemes. A new scheme is a
-file with a subclass, a line in gridformer.parallel.registry and a name in gridformer.config.layout.
+file with a subclass and a line in gridformer.config.layout, or an entry point of a package.
 Specs are read before torch is imported: a module table imports what it needs when it is built.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from gridformer.config import LayoutConfig, ModelConfig, RunConfig, Scheme
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig
 from gridformer.mesh.node_placement import NodeBlock, rank_grid, sizes_of
 from gridformer.parallel.auto.cost import Choices, Stationary
 from gridformer.parallel.auto.products import Product
@@ -84,7 +84,7 @@ class SchemeSpec:
             traffic.
     """
 
-    name: ClassVar[Scheme]
+    name: ClassVar[str]
     axes: ClassVar[tuple[LayoutAxis, ...]] = ()
     keys: ClassVar[tuple[str, ...]] = ()
     mesh: ClassVar[tuple[str, ...]] = ("row", "col")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from gridformer.cluster.file import cluster_names, cluster_path, load_cluster
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
 from gridformer.parallel.fixes import Changes, Fix, Refusal, Violation, with_fixes
-from gridformer.parallel.registry import SPECS, spec_of
+from gridformer.parallel.registry import spec_of, specs
 from gridformer.parallel.scheme import HEADS_WIDTH, LayoutAxis, sequence_cuts
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import format_value
@@ -88,10 +88,10 @@ def _axes(run: RunConfig) -> Iterator[Violation]:
     others = [
         {"layout.scheme": other.name}
         | {f"layout.{axis}": 1 for axis in AXES if _idle(layout, axis, other.axes)}
-        for other in SPECS.values()
+        for other in specs().values()
         if {*wrong} <= {*other.axes}
     ]
-    fixes.append(Fix(lambda: others, at_most=len(SPECS)))
+    fixes.append(Fix(lambda: others, at_most=len(specs())))
     over = " and ".join(f"layout.{axis}" for axis in spec.axes) or "no grid"
     sizes_said = " and ".join(f"layout.{axis}={getattr(layout, axis)}" for axis in wrong)
     text = f"layout.scheme={spec.name} uses {over} and cannot use {sizes_said}"
@@ -105,11 +105,11 @@ def _idle(layout: LayoutConfig, axis: LayoutAxis, axes: Iterable[LayoutAxis]) ->
 def _keys(run: RunConfig) -> Iterator[Violation]:
     """Keys that apply only to other schemes must have their default value."""
     layout, spec, plain = run.layout, spec_of(run.layout), LayoutConfig()
-    for key in dict.fromkeys(key for other in SPECS.values() for key in other.keys):
+    for key in dict.fromkeys(key for other in specs().values() for key in other.keys):
         value, default = getattr(layout, key), getattr(plain, key)
         if key in spec.keys_of(layout) or value == default:
             continue
-        owners = any_of(other.name for other in SPECS.values() if key in other.keys)
+        owners = any_of(other.name for other in specs().values() if key in other.keys)
         text = f"layout.{key}={format_value(value)} belongs to scheme={owners}, not {spec.name}"
         if key in spec.keys:
             text = (

@@ -7,7 +7,7 @@ from itertools import permutations
 from typing import Any
 
 from gridformer.config import LayoutConfig, RunConfig, divisors
-from gridformer.parallel.registry import SPECS, spec_of
+from gridformer.parallel.registry import spec_of
 from gridformer.parallel.scheme import LayoutAxis
 from gridformer.parallel.validation import violations, with_rows_over
 
@@ -157,5 +157,5 @@ def _searched(layout: LayoutConfig) -> bool:
     grid = layout.n_processes // (layout.dp * layout.pp)
     return any(
         all(getattr(layout, key) == value for key, value in one.items())
-        for one in SPECS[layout.scheme].arrangements(grid)
+        for one in spec_of(layout).arrangements(grid)
     )

@@ -9,6 +9,14 @@ from torch import Tensor
 
 from gridformer.checkpoint import checkpoint, find
 from gridformer.config import FINE_TUNING, LayoutConfig, RunConfig
+from gridformer.exactness import (
+    Tensors,
+    differences,
+    held,
+    keep_gradients,
+    trained,
+    without_methods,
+)
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
@@ -21,17 +29,11 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.fuzz.case import Case
 from tests.support.multirank.exactness import (
     CPU,
-    Reference,
     axes_of,
     computed_once,
-    distance,
-    keep_gradients,
-    reference_of,
     rows_of,
-    values,
     with_documents,
     with_pairs,
-    without_methods,
 )
 from tests.support.multirank.pool import RankFailed, WorkerPool
 
@@ -102,8 +104,8 @@ def train(text: str, number: int, folder: str) -> Found:
     reads = reads_of(case, run)
     exact = run.train.dtype == "float64"
     if exact:
-        want: Reference = computed_once(_one_device, text)
-        found = {"init": distance(model, values(model), want.initial), "loss": 0.0, "norm": 0.0}
+        want: Tensors = computed_once(_one_device, text)
+        found = {"init": worst(model, held("initial", model), want), "loss": 0.0, "norm": 0.0}
     else:
         found = {"loose": 0.0}
     if number:
@@ -112,19 +114,22 @@ def train(text: str, number: int, folder: str) -> Found:
         loaded = checkpoint.load(saved, model, stepper.updates, axes)
         stepper.scale.skipped = loaded.skipped
         stepper.scale.go_on(loaded.loss_scale, loaded.good_steps)
-    mine = keep_gradients(stepper) if exact else {}
+    mine: Tensors = {}
+    if exact:
+        keep_gradients(stepper, mine)
     for step in range(first, end):
         got = stepper(step, reads[step])
         assert got.tokens == int(Model.n_tokens(reads[step](slice(None)))), "tokens are counted"
         if exact:
-            found["loss"] = max(found["loss"], _relative(got.loss, want.losses[step]))
-            found["norm"] = max(found["norm"], _relative(got.grad_norm, want.norms[step]))
+            found["loss"] = max(found["loss"], _relative(got.loss, want[f"loss of step {step}"]))
+            norm = _relative(got.grad_norm, want[f"norm of step {step}"])
+            found["norm"] = max(found["norm"], norm)
         else:
             assert math.isfinite(got.loss)
             assert got.skipped or math.isfinite(got.grad_norm)
         if step == 0 and exact and not stepper.updates.in_backward:  # which leaves no gradients
-            largest = max(float(grad.abs().max()) for grad in want.gradients.values())
-            found["gradient"] = distance(model, mine, want.gradients, largest * 1e-3)
+            largest = max(float(want[name].abs().max()) for name in want if "gradient" in name)
+            found["gradient"] = worst(model, mine, want, largest * 1e-3)
         if step == 0 and not exact:
             loss = computed_once(_first_loss, text)
             found["loose"] = abs(got.loss - loss) / max(1.0, abs(loss)) / CLOSE[run.train.dtype]
@@ -138,16 +143,20 @@ def train(text: str, number: int, folder: str) -> Found:
     evaluated = stepper.evaluate(reads[::2]).loss
     if exact:
         # Differences of values that are zero except for rounding, relative to the length of a step.
-        found["parameter"] = distance(model, values(model), want.trained, run.train.lr)
-        found["eval"] = _relative(evaluated, want.evaluated)
+        found["parameter"] = worst(model, held("trained", model), want, run.train.lr)
+        found["eval"] = _relative(evaluated, want["evaluated loss"])
     assert math.isfinite(evaluated) or exact
     return found
 
 
-def _one_device(text: str) -> Reference:
+def worst(model: Model, got: Tensors, want: Tensors, least: float = 0.0) -> float:
+    return max(differences(model, got, want, least).values(), default=0.0)
+
+
+def _one_device(text: str) -> Tensors:
     case = Case.read(text)
     run = case.legs[0]
-    return reference_of(_alone(run), reads_of(case, run))
+    return trained(_alone(run), reads_of(case, run))
 
 
 def _alone(run: RunConfig) -> Stepper:
@@ -166,8 +175,9 @@ def _first_loss(text: str) -> float:
     return stepper(0, reads_of(case, run)[0]).loss
 
 
-def _relative(got: float, want: float) -> float:
+def _relative(got: float, whole: Tensor) -> float:
     """Return the relative difference, or 1 if one of the two is NaN."""
+    want = float(whole)
     difference = abs(got - want) / max(abs(want), 1e-6)
     return difference if math.isfinite(difference) else 1.0
 

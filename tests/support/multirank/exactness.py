@@ -1,8 +1,6 @@
 """The work of one rank to compare a layout with one device, used by several test modules."""
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -10,16 +8,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from gridformer import exactness
 from gridformer.config import LayoutConfig, ModelConfig, Task, TrainConfig
 from gridformer.config.train import DType
+from gridformer.exactness import (
+    EQUAL,
+    TINY,
+    Tensors,
+    differences,
+    trained,
+    without_methods,
+)
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.parallel.data.gradients import owned
-from gridformer.parallel.data.zero import replica_part, stored
-from gridformer.parallel.sharding import shard_of
 from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, next_words
 from tests.support.multirank.layouts import Layout, n_of
@@ -27,31 +32,18 @@ from tests.support.multirank.pool import WorkerPool, group_cache
 
 CPU = torch.device("cpu")
 N_CHOICES = 3  # of a question in `batches_of`
-TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
-# The gradient of the keys' bias is zero in exact arithmetic, because softmax does not depend on it.
-# In float32 it is rounding noise, which AdamW with its usual eps scales up to full steps. An eps
-# above the noise keeps the comparison of parameters meaningful in float32; in float64 the noise is
-# far below it.
-TRAIN: dict[str, Any] = {
-    **{"global_batch": 24, "clip_norm": 0.05, "lr": 1e-3},
-    **{"weight_decay": 0.1, "adam_eps": 1e-4},
-}
+TOLERANCE = {"float64": EQUAL, "float32": 1e-5}
+# In float32 the keys' bias has a gradient of noise above AdamW's usual eps; see exactness.TRAIN.
+TRAIN = {**exactness.TRAIN, "global_batch": 24}
 # Small, with dropout wherever it is possible.
 EVERYTHING = {"dropout": 0.2, "attention_dropout": 0.1, "max_seq_len": 12, "n_layers": 1}
-IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
 
-# Parameters whose gradients are zero in exact arithmetic, so that only rounding noise moves them:
-# softmax over tokens, or over choices, does not see what is added to all of them.
-ALWAYS_ZERO = ("span.ends.bias", "classifier.labels.bias")
-
-Tensors = dict[str, Tensor]
 Found = TypeVar("Found")
 
 
 def tiny(**changes: Any) -> ModelConfig:
     """Return a GPT-2 whose n and h divide by 1, 2, 3, 4, 6 and 12, and whose v divides by none."""
-    values = {"n_layers": 2, "hidden_size": 48, "n_heads": 12, "vocab_size": 89, "max_seq_len": 24}
-    return ModelConfig(**{**values, **changes})
+    return ModelConfig(**{**TINY, **changes})
 
 
 def batch_of(step: int, config: ModelConfig, rows: int) -> Tensor:
@@ -176,7 +168,7 @@ def compare(
     documents: bool = False,
     task: Task = "auto",
 ) -> dict[str, float]:
-    """Return the largest relative differences to one device: loss, gradients, parameters, norm.
+    """Return the largest relative differences to one device by the first word of their names.
 
     They are relative to the largest element of the reference's whole tensor. With `documents`,
     rows of the batches hold several documents, or several pairs. For `task` see `batches_of`.
@@ -187,27 +179,17 @@ def compare(
     want = computed_once(_one_device, config.model_dump_json(), plain, n_steps, documents, task)
     axes = axes_of(plan)
     cut = build_parallel(config, plan, axes, settings.seed, device(), settings.dtype)
-    worst = {"init": distance(cut, values(cut), want.initial), "loss": 0.0, "norm": 0.0}
-
     stepper = Stepper(cut, settings, axes, plan)
     _check_decay(stepper)
-    reads = _reads(config, settings, n_steps, documents, task)
-    found = keep_gradients(stepper)
-    for step, read in enumerate(reads):
-        got = stepper(step, read)
-        if step == 0 and not stepper.updates.in_backward:  # which leaves no gradients
-            worst["grad"] = distance(cut, found, want.gradients)
-        assert got.tokens == int(Model.n_tokens(read(slice(None))))
-        worst["loss"] = max(worst["loss"], abs(got.loss / want.losses[step] - 1))
-        worst["norm"] = max(worst["norm"], abs(got.grad_norm / want.norms[step] - 1))
-    worst["parameter"] = distance(cut, values(cut), want.trained)
+    got = trained(stepper, _reads(config, settings, n_steps, documents, task))
+    if not stepper.updates.in_backward:  # which leaves no gradients
+        gradients(cut)
     assert_copies_equal(cut, axes)
-    worst["eval"] = abs(stepper.evaluate(reads[::2]).loss / want.evaluated - 1)
+    worst: dict[str, float] = {}
+    for name, difference in differences(cut, got, want).items():
+        kind = name.partition(" ")[0]
+        worst[kind] = max(worst.get(kind, 0.0), difference)
     return worst
-
-
-def values(model: Model) -> Tensors:
-    return {name: stored(parameter).detach() for name, parameter in model.named_parameters()}
 
 
 def gradients(model: Model) -> Tensors:
@@ -223,50 +205,6 @@ def gradients(model: Model) -> Tensors:
 def _strides(x: Tensor) -> list[int]:
     """Return the strides of x; along a dimension of size 1 they mean nothing."""
     return [stride for stride, size in zip(x.stride(), x.shape) if size > 1]
-
-
-def distance(model: Model, got: Tensors, want: Tensors, least: float = 0.0) -> float:
-    """Return the distance of this device's blocks in `got` from those of the whole tensors `want`.
-
-    It is relative to the largest element of the whole tensor, or to `least` if that is larger.
-    """
-    worst = 0.0
-    parameters = dict(model.named_parameters())
-    assert parameters.keys() <= want.keys()
-    for name, mine in got.items():
-        whole, part = want[name], replica_part(parameters[name])
-        is_part = part is not None and part.shape == mine.shape  # or all that a device has
-        shard = shard_of(part if is_part else parameters[name])  # type: ignore[arg-type]
-        assert shard.size == tuple(whole.shape), name
-        scale = max(float(whole.abs().max()), least, 1e-6 * (name in ALWAYS_ZERO))
-        block = shard.block_of(whole, mine.shape)
-        difference = float((mine.cpu() - block).abs().max()) if mine.numel() else 0.0
-        assert math.isfinite(difference), name
-        worst = max(worst, difference / scale if scale else difference)
-    return worst
-
-
-def without_methods(settings: TrainConfig) -> TrainConfig:
-    """Return the settings without any memory-saving method."""
-    plain: dict[str, Any] = {
-        "recompute": "none",
-        "recompute_layers": 0,
-        "update": "after_backward",
-        "offload": "none",
-    }
-    return settings.model_copy(update={**plain, "loss_chunk_tokens": 0})
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What one device computes from a model, its batches and settings."""
-
-    initial: Tensors
-    gradients: Tensors  # those of the first batch
-    trained: Tensors
-    losses: list[float]
-    norms: list[float]
-    evaluated: float
 
 
 _computed: dict[Any, Any] = {}
@@ -295,30 +233,17 @@ def computed_once(compute: Callable[..., Found], *args: Any) -> Found:
 
 def _one_device(
     config_json: str, settings_json: str, n_steps: int, documents: bool, task: Task
-) -> Reference:
+) -> Tensors:
     config = ModelConfig.model_validate_json(config_json)
     settings = TrainConfig.model_validate_json(settings_json)
     axes = Axes(device_type=device().type)
     whole = build_parallel(config, LayoutConfig(), axes, settings.seed, device(), settings.dtype)
-    reads = _reads(config, settings, n_steps, documents, task)
-    found = reference_of(Stepper(whole, settings, axes), reads)
-    assert not settings.clip_norm or min(found.norms) > settings.clip_norm, "the test must clip"
-    return found
-
-
-def reference_of(stepper: Stepper, reads: list[ReadRows]) -> Reference:
-    """Train the steps of one device."""
-    initial = {name: value.clone().cpu() for name, value in values(stepper.model).items()}
-    first = keep_gradients(stepper)
-    results = [stepper(step, read) for step, read in enumerate(reads)]
-    return Reference(
-        initial,
-        {name: grad.cpu() for name, grad in first.items()},
-        {name: value.cpu() for name, value in values(stepper.model).items()},
-        [result.loss for result in results],
-        [result.grad_norm for result in results],
-        stepper.evaluate(reads[::2]).loss,
+    found = trained(
+        Stepper(whole, settings, axes), _reads(config, settings, n_steps, documents, task)
     )
+    norms = [float(norm) for name, norm in found.items() if name.startswith("norm of")]
+    assert not settings.clip_norm or min(norms) > settings.clip_norm, "the test must clip"
+    return found
 
 
 def _reads(
@@ -336,21 +261,6 @@ def _reads(
         return rows_of(batch)
 
     return [read_of(step) for step in range(n_steps)]
-
-
-def keep_gradients(stepper: Stepper) -> Tensors:
-    """Return a dictionary that the next step fills with its gradients, before clipping."""
-    found: Tensors = {}
-    finish = stepper.updates.finish
-
-    def keep(squares: torch.Tensor, overflow: torch.Tensor, scale: float = 1.0) -> None:
-        if not found:
-            held = gradients(stepper.model).items() if not stepper.updates.in_backward else ()
-            found.update({name: grad.clone() for name, grad in held})
-        finish(squares, overflow, scale)
-
-    stepper.updates.finish = keep  # type: ignore[method-assign]
-    return found
 
 
 def _check_decay(stepper: Stepper) -> None:
@@ -385,7 +295,7 @@ def assert_equal_one_device(
 def worst_of(ranks: list[dict[str, float]], limit: float = TOLERANCE["float64"]) -> float:
     """Return the largest difference on any rank, after checking that all of them are small."""
     for rank, one in enumerate(ranks):
-        assert one["init"] == 0.0, f"rank {rank}: initial weights depend on the layout"
+        assert one["initial"] == 0.0, f"rank {rank}: initial weights depend on the layout"
         wrong = {k: v for k, v in one.items() if not v <= limit}
         assert not wrong, f"rank {rank}: {wrong}"
     return max(value for one in ranks for value in one.values())

@@ -12,29 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gridformer import exactness
 from gridformer.config import LayoutConfig, RunConfig, Task
+from gridformer.exactness import MODELS, PIPELINES, REPLICAS
 from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
-from tests.support.multirank.exactness import TRAIN, tiny
+from tests.support.multirank.exactness import tiny
 
 LARGEST = 8  # the most processes of a layout whose grid is the larger of two
 
-# The heads of fine-tuning, without that of tokens: labels of sequences, and spans.
-FINE_TUNED: dict[str, Any] = {"token_head": False, "span_head": True, "n_labels": 3}
-T5: dict[str, Any] = {"family": "t5", "relative_buckets": 8, "relative_max_distance": 16}
 CHOICE: dict[str, Any] = {"span_head": False, "n_labels": 1}
-MODELS: dict[str, dict[str, Any]] = {
-    "GPT-2": {"family": "gpt2", "n_labels": 3},
-    "BERT": {"family": "bert"},
-    "T5": T5,
-    "Transformer": {"family": "transformer", "label_smoothing": 0.1},
-    # Its 3 heads of keys and values do not divide over 2 columns, so both columns have all of them.
-    "Llama": {"family": "llama", "n_kv_heads": 3, "qk_norm": True, "tied_head": False},
-    "BERT, fine-tuned": {"family": "bert", "sentence_pair": False, **FINE_TUNED},
-    "GPT-2, fine-tuned": {"family": "gpt2", **FINE_TUNED},
-    "Llama, fine-tuned": {"family": "llama", "n_kv_heads": 3, "tied_head": False, **FINE_TUNED},
-    "T5, fine-tuned": {**T5, **FINE_TUNED},
-}
 # What two tasks of fine-tuning leave out of these heads: learning labels, and learning spans.
 LEFT_OUT: tuple[dict[str, Any], ...] = ({"span_head": False}, {"n_labels": 0})
 # What differs in cells with dropout.
@@ -88,8 +75,6 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 ADDED = ("Megatron 2-D", "Llama", "BERT, fine-tuned")
 # Models of which all parts but the heads are in other models, too. Few of their cells are quick.
 HEADS = ("GPT-2, fine-tuned", "Llama, fine-tuned", "T5, fine-tuned")
-PIPELINES = (1, 2, 4)
-REPLICAS = ("none", "replicate", "zero1", "fsdp")
 DROPOUT = (False, True)
 
 
@@ -104,29 +89,18 @@ class Cell(NamedTuple):
 
     @property
     def layout(self) -> dict[str, Any]:
-        found = self._on(SCHEMES[self.scheme][0])
-        if LayoutConfig(**found).n_processes > LARGEST:
-            found = self._on(SCHEMES[self.scheme][1])
-        return found
+        first, second = (self._on(grid).layout for grid in SCHEMES[self.scheme])
+        return first if LayoutConfig(**first).n_processes <= LARGEST else second
 
-    def _on(self, grid: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = dict(grid)
-        if found.get("stationary") == "weight" and self.dropout:
-            found["sequence_parallel"] = True
-        if self.pp > 1:
-            found |= {"pp": self.pp, "micro_batches": self.pp}
-        if self.replicas != "none":
-            found |= {"dp": 2, "dp_mode": self.replicas}
-        return found
+    def _on(self, grid: Mapping[str, Any]) -> exactness.Cell:
+        if grid.get("stationary") == "weight" and self.dropout:
+            grid = {**grid, "sequence_parallel": True}
+        return exactness.Cell(self.model, grid, self.pp, self.replicas, self.dropout)
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the model; a pipeline's has three layers, so that four stages are unequal."""
-        changes: dict[str, Any] = {}
-        if self.dropout:
-            changes = {"dropout": 0.1, "attention_dropout": 0.1, **WITH_DROPOUT.get(self.model, {})}
-        n_layers = 3 if self.pp > 1 else 2
-        return {"n_layers": n_layers, "max_seq_len": 12, **MODELS[self.model], **changes}
+        changes = WITH_DROPOUT.get(self.model, {}) if self.dropout else {}
+        return {**self._on({}).config, **changes}
 
     @property
     def documents(self) -> bool:
@@ -235,7 +209,7 @@ def _time(cell: Cell) -> float:
     return 5 + stacks * (n + n * n / 8)
 
 
-SETTINGS: dict[str, Any] = {**TRAIN, "global_batch": 32, "dtype": "float64"}
+SETTINGS: dict[str, Any] = {**exactness.TRAIN, "dtype": "float64"}
 QUICK = _quick()
 QUICK_STEPS = 2  # the second is the first with moments and updated copies
 # Cells that also run over NCCL's path; every value of every dimension occurs.
