@@ -78,6 +78,9 @@ def test_commands_know_it(install: Install, token_folder: Path, tmp_path: Path) 
     assert "did you mean 'samples'?" in done.stderr
     done = gridformer_here("check", mine, "layout.scheme=samples", "layout.rows=2")
     assert "layout.scheme=samples uses layout.cols and cannot use layout.rows=2" in done.stderr
+    done = gridformer_here("prove", "examples.own_model:network", *COLUMNS)
+    assert done.returncode == 2
+    assert "layout.scheme=samples is not for networks of others yet" in done.stderr
 
 
 def test_it_trains_and_its_checkpoint_goes_on_elsewhere(

@@ -83,7 +83,11 @@ def _unlike_layers(config: ModelConfig) -> Any:
 
 def _unsupported(layout: LayoutConfig, attends: bool = False) -> Iterator[str]:
     """Yields what is not for any network; rows divide tokens if gridformer `attends`."""
+    boundary = spec_of(layout).boundary(layout)
+    known = {"b": "branch"}.get(boundary.activation_layout, "col") == boundary.axis
+    known = known and (not boundary.h_over or layout.stationary != "auto")
     refused: dict[str, tuple[object, str]] = {
+        "scheme": (layout.common == "all" and not known, "use scheme=megatron"),
         "pp": (layout.pp > 1, "pipelines need a chain of gridformer's own links: use pp=1"),
         "common": (layout.common != "all", "use common=all"),
         "attention": (layout.attention != "inside", "use attention=inside"),
