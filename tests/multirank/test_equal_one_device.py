@@ -114,7 +114,7 @@ def kept_quickly(layout: Layout) -> bool:
     """With `output` some products have other operands than with `auto`; the same are kept."""
     if layout["cols"] == 4:
         return True
-    also = (("output", "inputs"), ("output", "all"), ("auto", "none"), ("auto", "all"))
+    also = (("output", "all"), ("auto", "none"))
     return layout["cols"] == 3 and (layout["stationary"], layout["keep_gathered"]) in also
 
 
@@ -123,10 +123,10 @@ def grids() -> Iterator[Case]:
     two = [one for one in ALONE if n_of(one) == 2]
     yield from cases("float32", LAYOUTS, two, {}, dtype="float32")
     # Using one mask twice on a grid would differ from one device's masks.
-    dropped = [{**one, "dp": 1} for one in (TWO_BY_THREE, LINE, FOUR_COLUMNS[0])]
+    dropped = [{**one, "dp": 1} for one in (TWO_BY_THREE, LINE)]
     masks = {"dropout": 0.2, "attention_dropout": 0.1}
     yield from cases("dropout", ALONE, dropped, masks)
-    yield from cases("accumulated", ACCUMULATED, [ACCUMULATED[1]], {"dropout": 0.1})
+    yield from cases("accumulated", ACCUMULATED, [], {"dropout": 0.1})  # quickly in `kept`
     quick = [one for one in PRODUCTS if on_three_columns(one)]
     yield from cases("products", PRODUCTS, quick, EVERYTHING)
     # A weight that was kept into the next step would show in the next step's loss.
@@ -134,7 +134,7 @@ def grids() -> Iterator[Case]:
     yield from cases("kept", KEPT, quick, EVERYTHING, global_batch=36)
     short = {"max_seq_len": 12}
     yield from cases(
-        "products in float32", SOME_PRODUCTS, SOME_PRODUCTS[3:], short, dtype="float32"
+        "products in float32", SOME_PRODUCTS, SOME_PRODUCTS[4:], short, dtype="float32"
     )
     for size in (24, 48):  # then another activation than usual is the narrower one
         model = {"ffn_size": size, "vocab_size": 13, "n_layers": 1, "max_seq_len": 12}
@@ -172,7 +172,7 @@ FAMILY_LAYOUTS: dict[str, Layout] = {
     },
 }
 QUICK_FAMILIES = {
-    *(("bert-pre", "square"), ("transformer-pre", "square"), ("t5-wide", "first, outside")),
+    *(("bert-pre", "square"), ("t5-wide", "first, outside")),
     *(("bert", "panels"), ("bert", "sequence"), ("transformer", "outside")),
     *(("llama-smoothed", "sequence"), ("gpt2", "kept")),
 }
@@ -274,7 +274,6 @@ QUICK_SHARDED: list[Layout] = [
     {**SUPER, "dp_mode": "zero1", "micro_batches": 1},
     {**THREE, "dp_mode": "fsdp", "micro_batches": 3},
     {**FIRST, "dp_mode": "fsdp", "micro_batches": 3},
-    {**NOT_KEPT, "dp_mode": "fsdp", "micro_batches": 1},
     {**SEQUENCE, "dp_mode": "fsdp", "reshard": "step", "micro_batches": 3},
     {**THREE, "dp_mode": "fsdp", **EACH_PASS},
     {**NOT_KEPT, "dp_mode": "zero1", **EACH_PASS},
@@ -317,7 +316,6 @@ QUICK_PIPED: list[tuple[Layout, str]] = [
     (pipe(2, 3, pipeline="gpipe"), "transformer"),
     (pipe(2, 1, **MEGATRON), "bert"),
     (pipe(2, 4, 2, **SHORT_LINE), "gpt2"),
-    (pipe(2, 4, 2, dp=2, dp_mode="fsdp"), "gpt2"),
     (pipe(2, 4, 2, dp=2, dp_mode="fsdp", gradient_sync="micro_batch"), "t5"),
     (pipe(2, 4, 2, scheme="optimus", rows=2, schedule="gather"), "gpt2"),
     (pipe(2, 3, **BRANCHES, common="first"), "bert"),
@@ -439,7 +437,7 @@ def methods() -> Iterator[Case]:
     hybrid: Layout = {"dp": 4, "dp_mode": "fsdp", "shard_over": 2}
     each: Layout = {"gradient_sync": "micro_batch"}
     both += [hybrid, {**hybrid, **each, "micro_batches": 2}, {**orders[2], **hybrid, **each}]
-    chosen = [*orders[:2], both[-1]]
+    chosen = [*orders[:2], both[-2]]
     yield from cases("updated", both, chosen, sizes, global_batch=32, **IN_BACKWARD)
 
 
@@ -557,7 +555,7 @@ ROUNDED: list[Case] = [
         for mode in ("zero1", "fsdp")
     ),
     *(
-        Case(f"piped {name}", pipe(2, 4, 2, **MEGATRON), model, {}, name == "t5")
+        Case(f"piped {name}", pipe(2, 4, 2, **MEGATRON), model, {}, name == "gpt2")
         for name, model in PIPED_MODELS.items()
     ),
 ]

@@ -224,9 +224,7 @@ QUICK = [
     ("race", "bert", "d&sp"),
     ("race", "gpt2", "sequence parallel"),
     ("race", "t5", "pipeline"),
-    ("squad", "bert", "sequence parallel"),
     ("squad", "bert", "rows over s"),
-    ("mnli", "bert", "pipeline"),
     ("sts-b", "llama", "optimus"),
 ]
 
@@ -250,7 +248,7 @@ def test_every_layout_trains_and_scores_as_one_device(
                 assert math.isclose(one[key], many[key], rel_tol=1e-9), key
 
 
-SIZE_BLEU = {"n_layers": 2, "hidden_size": 32, "n_heads": 4, "max_seq_len": 64, "dropout": 0.1}
+SIZE_BLEU = {"n_layers": 2, "hidden_size": 32, "n_heads": 4, "max_seq_len": 32, "dropout": 0.1}
 TRAIN = {
     "steps": 4,
     "global_batch": 16,
@@ -325,7 +323,7 @@ def test_bleu_is_that_of_the_saved_model(
     for step in (4, 6):  # each checkpoint's folder is evaluated as a run directory is
         checkpoint = with_bleu.out / "checkpoints" / f"step-{step:08d}"
         model = load_model(checkpoint, torch.device("cpu"))
-        said = translate(model, texts[::2], BeamSearch(2, max_tokens=64))
+        said = translate(model, texts[::2], BeamSearch(2, max_tokens=32))
         want = sacrebleu.corpus_bleu(said, [texts[1::2]]).score
         assert found[step]["val_bleu"] == pytest.approx(want, abs=1e-9)
         loss = measure_set(model, "val")["loss"]

@@ -58,12 +58,12 @@ QUICK_SCORES: list[dict[str, Any]] = [
 ]
 QUICK: list[dict[str, Any]] = [
     {"scheme": "optimus", "rows": 2, "cols": 2},
-    {"scheme": "megatron_2d", "rows": 2, "cols": 2},
     {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2},
-    {"scheme": "optimus", "rows": 2, "cols": 2, "stationary": "weight"},
 ]
 LAYOUTS: list[dict[str, Any]] = [
     *QUICK,
+    {"scheme": "megatron_2d", "rows": 2, "cols": 2},
+    {"scheme": "optimus", "rows": 2, "cols": 2, "stationary": "weight"},
     {"scheme": "optimus", "rows": 1, "cols": 3, "stationary": "weight", "pp": 2},
     {"scheme": "optimus", "rows": 2, "cols": 2, "stationary": "weight", "sequence_parallel": True},
     {"scheme": "single", "dp": 2, "dp_mode": "fsdp"},

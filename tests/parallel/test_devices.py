@@ -106,7 +106,6 @@ CASES = [
 QUICK = {
     Case("cSub", 1, 1, "plain", "BERT"),
     Case("cSub, common", 0, 0, "full, in_backward", "T5"),
-    Case("cSub, outside and common", 1, 0, "in_backward, offload", "GPT-2"),
     Case("cSub, outside", 0, 3, "float16", "GPT-2"),
     Case("D&SP, outside", 1, 2, "in_backward, offload", "GPT-2"),
     Case("Megatron", 2, 0, "full, in_backward", "GPT-2"),

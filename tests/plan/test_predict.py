@@ -203,8 +203,8 @@ def test_copies_record_a_part_of_the_steps(fails: bool) -> None:
     from gridformer.utils import process as fork_pool
     from tests.plan.test_predict import run_of
 
-    layout = {{"scheme": "optimus", "rows": 2, "cols": 2, "pp": 4, "micro_batches": 8}}
-    run, cluster = run_of(layout, {{"n_layers": 8}}, {{}}), load_cluster("dgx-h100")
+    layout = {{"scheme": "optimus", "rows": 2, "cols": 2, "pp": 3, "micro_batches": 4}}
+    run, cluster = run_of(layout, {{"n_layers": 3}}, {{}}), load_cluster("dgx-h100")
     real, ranks = rank.record_step, []
 
     def recorded(run, rank, *more, **named):

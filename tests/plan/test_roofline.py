@@ -14,6 +14,7 @@ from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.plan.predict import on_device_type, predict
 from gridformer.plan.roofline import estimate
+from tests.support.marks import full_unless
 from tests.support.plans import cluster
 
 LLAMA: dict[str, Any] = {"family": "llama", "n_layers": 4, "hidden_size": 2048, "n_heads": 32}
@@ -62,7 +63,12 @@ def run_of(
     return parse_run(sections, ["train.dtype=bfloat16", *sizes])
 
 
-@pytest.mark.parametrize("name", CASES)
+# With a collective of each kind, a pipeline of each kind, and each family.
+QUICK = {"GPT-2, sums in each micro-batch", "T5, rows over the sequence", "cSub", "Llama, sequence"}
+QUICK |= {"slow links", "slow links, interleaved", "slow links, FSDP", "GPT-2, FSDP"}
+
+
+@pytest.mark.parametrize("name", full_unless(QUICK.__contains__, CASES))
 def test_a_step_takes_about_as_long_as_its_trace_says(name: str) -> None:
     machine, model, layout = CASES[name]
     there = load_cluster(machine)

@@ -18,11 +18,10 @@ CELLS = [*itertools.product(MODELS, SCHEMES, ("float32", "bfloat16"))]
 
 
 def quick(cell: tuple[str, str, str]) -> bool:
-    """Casts are looked at in one family, and heads of fine-tuning under two schemes."""
+    """Three families meet each scheme, and every family several; casts are looked at in T5."""
     model, scheme, dtype = cell
-    if MODELS[model].get("token_head", True):
-        return dtype == "float32" or model == "T5"
-    return dtype == "float32" and scheme in ("Megatron", "Optimus")
+    place = [*MODELS].index(model) + [*SCHEMES].index(scheme)
+    return place % 3 == 0 and (dtype == "float32" or model == "T5")
 
 
 def batched(run: RunConfig) -> tuple[list[Any], int]:

@@ -63,10 +63,10 @@ def test_every_row_is_read_once(dp: int, rows: int, micro: int, each: int) -> No
     batch = dp * rows * micro * each
     read: list[int] = []
     for replica in range(dp):
+        axes = [Axes(dp=Axis("dp", dp, replica), batch=Axis("batch", rows, i)) for i in range(rows)]
+        devices = [stepper(one, global_batch=batch, micro_batches=micro) for one in axes]
         for part in range(micro):
-            for row in range(rows):
-                axes = Axes(dp=Axis("dp", dp, replica), batch=Axis("batch", rows, row))
-                device = stepper(axes, global_batch=batch, micro_batches=micro)
+            for device in devices:
                 read += range(batch)[device.split.rows(part)]
                 mine = device.split.all_rows.reshape(micro, each)
                 assert mine[part].tolist() == [*range(batch)[device.split.rows(part)]]

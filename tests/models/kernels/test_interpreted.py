@@ -166,7 +166,8 @@ def check_operators() -> None:
 # --------------------------------------------------------------------------- whole models
 
 
-@pytest.mark.parametrize("family", full_unless(lambda name: name == "llama", ["llama", "t5"]))
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "t5"])
 def test_kernels_are_part_of_compiled_blocks(loops: InProcess, family: str) -> None:
     """Without a graph break; other steps and rows compile nothing, and change the masks."""
     losses, gradients, breaks = loops(run_compiled, family, "aot_eager")

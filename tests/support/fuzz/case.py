@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from gridformer.config import RunConfig
 from tests.support.fuzz.drawing import Sections, draw_run, run_of, shortened
 
-QUICK = 40  # the seeds below this are those of `make test`, and use few processes
+QUICK = 36  # the seeds below this are those of `make test`, and use few processes
 LARGEST, USUAL, FEW = 16, 8, 4  # processes: of one case in eight, of the others, and of quick ones
 # Settings that a run may change when it moves without changing its numbers.
 METHODS = {
