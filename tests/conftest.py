@@ -4,6 +4,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR",
     f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}",
 )
+
+
+# What tests/multirank/test_architectures.py draws; the workers of a session inherit it.
+os.environ.setdefault("GRIDFORMER_PAIRS", str(date.today()))
 
 
 def pytest_collection_finish() -> None:

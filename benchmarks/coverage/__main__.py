@@ -148,12 +148,12 @@ def page(found: dict[str, list[str]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--names", nargs="+", default=[*architectures()], help="of architectures")
+    parser.add_argument("--names", nargs="+", help="of architectures; by default all")
     parser.add_argument("--out", type=Path, help="the page; by default it is printed")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    write_page(page(rows_of(options.names)), options.out)
+    write_page(page(rows_of(options.names or architectures())), options.out)
 
 
 if __name__ == "__main__":

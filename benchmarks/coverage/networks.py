@@ -50,14 +50,14 @@ CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-def architectures() -> dict[str, Any]:
-    """Returns the classes of configs that carry a plan, by the names of their architectures."""
-    found = {}
-    for name, kind in configuration_auto.CONFIG_MAPPING_NAMES.items():
-        config = getattr(transformers, kind)
-        if getattr(config, "base_model_tp_plan", None):
-            found[name] = config
-    return found
+def architectures() -> list[str]:
+    """Returns the names of architectures whose configs carry a plan."""
+    names = configuration_auto.CONFIG_MAPPING_NAMES
+    return [name for name in names if getattr(_config_of(name), "base_model_tp_plan", None)]
+
+
+def _config_of(name: str) -> Any:
+    return getattr(transformers, configuration_auto.CONFIG_MAPPING_NAMES[name])
 
 
 def is_causal(kind: type[nn.Module]) -> bool:
@@ -65,8 +65,9 @@ def is_causal(kind: type[nn.Module]) -> bool:
     return kind.__name__.endswith("ForCausalLM")
 
 
-def class_of(name: str, config: Any) -> Any:
-    """Returns the language model of a config, or else a model that is made from it."""
+def class_of(name: str) -> Any:
+    """Returns the language model of an architecture, or else a model made from its config."""
+    config = _config_of(name)
     if known := modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name):
         return getattr(transformers, known)
     kinds: dict[str, Any] = {
@@ -110,7 +111,7 @@ def small(kind: Any, changes: dict[str, Any]) -> Any:
 
 def build(name: str, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
     """Returns a network with random weights, and its inputs; equal in every process."""
-    kind = class_of(name, architectures()[name])
+    kind = class_of(name)
     config = small(kind, changes)
     with torch.device("meta"):
         size = sum(p.numel() for p in kind(config).parameters())

@@ -1,0 +1,49 @@
+"""The most used architectures of transformers, made small, on the layouts of the coverage page.
+
+`make test` runs two of the pairs, other ones each day; `make test-all` runs all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.support.marks import extra, full_unless
+from tests.support.multirank.pool import WorkerPool
+
+extra("transformers")
+coverage: Any = pytest.importorskip("benchmarks.coverage.__main__")
+
+NAMES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3"),
+    *("olmo", "olmo2", "olmo3", "granite", "starcoder2", "cohere", "cohere2", "gpt_neox", "glm4"),
+    *("smollm3", "nemotron"),
+)
+MASKS = "makes masks of attention for what a device has between sections"
+OF_HEADS = "replicated parameters inside layers need whole activations between sections"
+REFUSED = {
+    **{(name, "D&SP 2"): MASKS for name in ("gemma2", "gemma3_text", "olmo3", "cohere2")},
+    ("mistral", "D&SP 2"): MASKS,
+    ("olmo2", "D&SP 2"): OF_HEADS,
+    ("olmo", "Optimus 2x2"): "has no weight, and columns of devices cannot sum its statistics",
+    ("nemotron", "pp=2"): "transformers has no plan for NemotronForCausalLM",
+}
+PAIRS = [*product(NAMES, coverage.LAYOUTS)]
+SEED = os.environ["GRIDFORMER_PAIRS"]  # set in conftest.py, equal in all workers of a session
+CHOSEN = random.Random(SEED).sample([pair for pair in PAIRS if pair not in REFUSED], 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), full_unless(lambda pair: pair in CHOSEN, PAIRS, unpack=True)
+)
+def test_equals_one_process_or_says_why(pool: WorkerPool, name: str, layout: str) -> None:
+    print(f"GRIDFORMER_PAIRS={SEED} runs {CHOSEN}")
+    changes = coverage.first_that_runs(name)
+    with pool.limit(280.0):
+        found = coverage.cell(pool, name, changes, coverage.LAYOUTS[layout])
+    said = REFUSED.get((name, layout))
+    assert found == "equal" if said is None else found.startswith("refused:") and said in found
