@@ -95,6 +95,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral, a window": ("MistralForCausalLM", {**SIZES, **HEADS, "sliding_window": 5}),
     "Mixtral, experts": ("MixtralForCausalLM", {**SIZES, **HEADS, "num_local_experts": 3}),
     "Gemma2, soft caps": ("Gemma2ForCausalLM", {**SIZES, **HEADS, "head_dim": 8}),
+    "Apertus, buffers with weights": ("ApertusForCausalLM", {**SIZES, **HEADS}),
 }
 
 
@@ -103,6 +104,9 @@ def save(folder: Path, name: str, values: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     kind = getattr(transformers, name)
     network = kind(kind.config_class(**values, max_position_embeddings=24))
+    for part in network.modules():
+        if hasattr(part, "beta"):  # a buffer that is part of the weights
+            part.beta.add_(0.25)
     network.save_pretrained(folder)
     return network.double().train()
 
@@ -180,14 +184,18 @@ def test_other_networks_equal_one_device(pool: WorkerPool, tmp_path: Path, case:
     assert max(max(one.values()) for one in worst) < 1e-9, worst
 
 
-@pytest.mark.parametrize("name", ["Granite", "NanoChat"])
+@pytest.mark.parametrize("name", ["Granite", "NanoChat", "Gemma2"])
 def test_what_surrounds_layers_runs_once(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     """Granite scales embeddings, and NanoChat normalizes them as it does the last hidden states.
 
-    The first of the stages has no layers, and the last one has the head alone.
+    Every other layer of Gemma 2 has a window, by its number. The first of the stages has no layers,
+    and the last one has the head alone.
     """
-    scaled = {"embedding_multiplier": 5.0} if name == "Granite" else {}
-    save(tmp_path, f"{name}ForCausalLM", {**SIZES, **HEADS, **scaled})
+    more: dict[str, dict[str, Any]] = {
+        "Granite": {"embedding_multiplier": 5.0},
+        "Gemma2": {"sliding_window": 4},
+    }
+    save(tmp_path, f"{name}ForCausalLM", {**SIZES, **HEADS, **more.get(name, {})})
     layout, model = {"pp": 4, "micro_batches": 2}, sizes_of_folder(str(tmp_path))
     with pool.limit(280.0):
         worst = pool.run(4, compare, layout, model, dict(SETTINGS), 2)
@@ -202,13 +210,14 @@ def a_run(folder: Path, data: Path, layout: dict[str, Any], **changes: Any) -> R
     )
 
 
-def test_a_run_moves_and_is_exported(
-    pool: WorkerPool, folders: dict[bool, Path], token_folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_moves_and_is_exported(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "apertus"
+    name, sizes = OTHERS["Apertus, buffers with weights"]
+    save(folder, name, {**sizes, "vocab_size": 301})
     one, grid = {"scheme": "megatron", "cols": 2}, {"scheme": "optimus", "rows": 2, "cols": 2}
 
     def plan(out: str, layout: dict[str, Any]) -> Plan:
-        return plan_for(a_run(folders[False], token_folder, layout), tmp_path / out)
+        return plan_for(a_run(folder, token_folder, layout), tmp_path / out)
 
     with pool.limit(280.0):
         pool.run(2, train, plan("whole", one))
@@ -216,9 +225,12 @@ def test_a_run_moves_and_is_exported(
         pool.run(4, train, plan("moved", grid))
     assert_same_run(tmp_path / "whole", tmp_path / "moved")
     done = export_run(tmp_path / "moved", tmp_path / "exported")
-    assert done.architecture == "LlamaForCausalLM"
+    assert done.architecture == name
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    before = transformers.AutoModelForCausalLM.from_pretrained(folders[False])
+    before = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    kept = dict(before.named_buffers())
+    assert float(kept["model.layers.1.mlp.act_fn.beta"]) == 0.75
+    assert all(torch.equal(kept[n], buffer) for n, buffer in exported.named_buffers())
     moved = [(a - b).abs().max() for a, b in zip(exported.parameters(), before.parameters())]
     assert 0 < max(moved) < 0.1, "five steps change weights a little"
 

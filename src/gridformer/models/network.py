@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -44,18 +44,24 @@ class NetworkLayer(Layer):
         return (out, *rest.more) if rest.several else out
 
 
-class _Entering(nn.Module):
-    """Stands for the layers of a stage that has none, and does what `change` is beside them."""
+class _Passing(nn.Module):
+    """Stands for a layer that another stage runs, whose numbers and kinds code around it reads.
+
+    In a stage without layers, one of them does what `change` is.
+    """
 
     leaving: list[Tensor]
 
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.change = change
+        vars(self).update({k: v for k, v in vars(layer).items() if not k.startswith("_")})
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
-        self.leaving.append(self.change(self.__dict__.pop("entering", x)))
-        return self.leaving[0]
+        x = self.__dict__.pop("entering", x)
+        if "leaving" in self.__dict__:
+            x = self.__dict__.pop("change", _unchanged)(x)
+            self.leaving.append(x)
+        return x
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -129,6 +135,7 @@ class NetworkModel(Model):
         children = [name for name, _ in trunk.named_children()]
         self._first = set(children[: children.index(self.stack)])
         held, layers = held_layers(), trunk.get_submodule(self.stack)
+        self._passing = {name: _Passing(layer) for name, layer in layers.named_children()}
         for name, layer in [*layers.named_children()]:
             if held is not None and {f"layers.{name}", f"{self.path}.{name}"}.isdisjoint(held):
                 del layers._modules[name]
@@ -196,9 +203,11 @@ class NetworkModel(Model):
             layers = self.trunk.get_submodule(self.stack)
             every, around = layers._modules, self.trunk._modules
             mine = {n: m for n, m in every.items() if f"layers.{n}" in names}
+            layers._modules = self._passing | mine  # in their order
+            here: list[Any] = [*mine.values()] or [*layers.children()][:1]
             changes = [self.beside_layers[name] for name in names if name in self.beside_layers]
-            layers._modules = mine or {"0": _Entering(changes[0] if changes else _unchanged)}
-            here: list[Any] = [*layers.children()]
+            if not mine and changes:
+                here[0].change = changes[0]
             if entering is not None:
                 here[0].entering = entering
             leaving = here[-1].leaving = list[Tensor]()
@@ -231,12 +240,32 @@ class NetworkModel(Model):
 
         It also initializes parameters, so call it before they are allocated.
         """
-        for part in self.module.modules():
+        those = [one for one in self.module.modules() if hasattr(one, "_init_weights")]
+        innermost = {part: one for one in those for part in one.modules()}
+        for part, owner in innermost.items():
             for name, buffer in [*part.named_buffers(recurse=False)]:
                 part._buffers[name] = torch.empty_like(buffer, device=device)
+                if buffer.is_floating_point():
+                    part._buffers[name].fill_(torch.nan)
             if part._buffers:
                 with device:
-                    self.module._init_weights(part)
+                    owner._init_weights(part)
+        self._read_buffers()
+
+    def _read_buffers(self) -> None:
+        """Reads buffers that belong to the weights, or else those that only constructors set."""
+        real = [(n, b) for n, b in self.module.named_buffers() if type(b) is Tensor]
+        stored = self.stored_buffers() if self._has_weights() else {}
+        if wanted := [(n, b) for n, b in real if n in stored or b.isnan().any()]:
+            read = self.initial_values(0)
+            for name, buffer in wanted:
+                with suppress(KeyError):  # as in transformers, it may be newer than the weights
+                    buffer.copy_(read(name))
+
+    def stored_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers that are stored with weights."""
+        stored = self.module.state_dict().keys()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in stored}
 
     def initial_values(self, seed: int) -> Callable[[str], Tensor]:
         """Returns what gives the initial values of a parameter by its name.
@@ -249,7 +278,7 @@ class NetworkModel(Model):
             UserError: The weights in the folder do not have a parameter.
         """
         folder = Path(self.config.folder)
-        if any(folder.glob(_WEIGHTS)):
+        if self._has_weights():
             stored = _Stored(folder, self.orders)
             if all(stored.has(name) for name, _ in self.named_parameters()):
                 return stored
@@ -257,8 +286,12 @@ class NetworkModel(Model):
             return lambda name: _ordered(values[name], self.orders.get(name))
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
-            values = dict(_new_network(self.config, on_meta=False).named_parameters())
+            whole = _new_network(self.config, on_meta=False)
+        values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
         return lambda name: _ordered(values[name].detach(), self.orders.get(name))
+
+    def _has_weights(self) -> bool:
+        return any(Path(self.config.folder).glob(_WEIGHTS))
 
 
 def _ordered(values: Tensor, order: tuple[int, Tensor] | None) -> Tensor:
@@ -283,8 +316,7 @@ class _Stored:
         return next((n for n in (name, base) if n in self._where), None)
 
     def __call__(self, name: str) -> Tensor:
-        known = self._known(name)
-        assert known is not None
+        known = self._known(name) or name
         return _ordered(self._where[known].get_tensor(known), self._orders.get(name))
 
 
@@ -300,7 +332,8 @@ def _loaded(folder: Path) -> dict[str, Tensor]:
     )
     if missing := sorted(said["missing_keys"]):
         raise UserError(f"{folder}: its weights do not have {', '.join(missing[:3])}")
-    return {name: p.detach() for name, p in network.named_parameters()}
+    parameters = {name: p.detach() for name, p in network.named_parameters()}
+    return parameters | dict(network.named_buffers())
 
 
 def path_of_layers(module: nn.Module) -> str:

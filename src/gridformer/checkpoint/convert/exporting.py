@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,7 @@ from gridformer.data.chat import CHAT_FILE, read_chat, stop_ids
 from gridformer.data.side_texts import read_label_names
 from gridformer.data.tokenfolder import TOKENIZER
 from gridformer.data.tokenizer import BEGINS, SETTINGS, spelled
+from gridformer.models import NetworkModel
 from gridformer.parallel.network.replacing import orders_of
 from gridformer.utils.errors import ConfigError, DataError
 from gridformer.utils.files import new_folder, refuse_existing
@@ -114,6 +116,8 @@ def export_run(
         verify_checkpoint(folder)
     stored = StoredParameters(folder, manifest, shapes)
     streamed = {name: _streamed(*which, stored, dtype) for name, which in entries.items()}
+    if model.family == "network":
+        streamed |= _buffers_of_network(model)
     with new_folder(out) as writing:
         n_files = write_weight_files(streamed, writing, int(shard_gib * GIB), tell)
         imported = manifest.weights_only and not manifest.step
@@ -145,6 +149,14 @@ def entries_of_network(model: ModelConfig) -> Iterator[TableEntry]:
 
     for name in shapes_of(model):
         yield TableEntry(name, (name,), form_of(name))
+
+
+def _buffers_of_network(config: ModelConfig) -> dict[str, Streamed]:
+    with torch.device("meta"):
+        model = NetworkModel(config)
+    model.fill_buffers(torch.device("cpu"))
+    buffers = model.stored_buffers().items()
+    return {n: Streamed((*b.shape,), b.dtype, partial(b.clone)) for n, b in buffers}
 
 
 def _kind_of(model: ModelConfig, task: Task, kept: Path) -> tuple[Kind, dict[str, Any]]:

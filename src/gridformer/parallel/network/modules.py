@@ -9,6 +9,7 @@ opening product to a closing one, it sees whole tokens and its own heads or colu
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -511,7 +512,8 @@ def known_norm(norm: nn.Module) -> tuple[float, float, bool] | None:
     weight: Any = getattr(norm, "weight", None)
     shape, has_bias = getattr(weight, "shape", ()), getattr(norm, "bias", None) is not None
     vectors = {"weight", "bias"} if has_bias else {"weight"}
-    if {name for name, _ in norm.named_parameters()} != vectors or len(shape) != 1:
+    gated = len(inspect.signature(norm.forward).parameters) > 1
+    if {name for name, _ in norm.named_parameters()} != vectors or len(shape) != 1 or gated:
         return None
     names = ("eps", "variance_epsilon", "epsilon")
     said = tuple(e for name in names if isinstance(e := getattr(norm, name, None), float))

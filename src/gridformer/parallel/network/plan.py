@@ -263,13 +263,12 @@ def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
     products = {name for name, role in roles.modules.items() if role.kind in kinds}
     roles.lists = _lists_of_layers(modules, products, roles)
     widths = _residual_widths(modules, roles)
-    sections = {
-        holder_of(name, modules)
+    ends = [
+        name
         for name in products
-        if roles.in_layers(name)
-        and roles.modules[name].kind in ("opening", "closing")
-        and not roles.modules[name].split
-    }
+        if roles.modules[name].kind in ("opening", "closing") and not roles.modules[name].split
+    ]
+    sections = tuple(f"{holder_of(name, modules)}." for name in ends if roles.in_layers(name))
     for name, parameter in network.named_parameters(remove_duplicate=False):
         path = name.rpartition(".")[0]
         experts = path in roles.modules and roles.modules[path].kind == "experts"
@@ -283,7 +282,7 @@ def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
                 roles.latent.append(holder_of(path, modules))
         elif "Norm" in type(modules[path]).__name__ and tuple(parameter.shape) in widths:
             roles.modules[path] = PlanRole("norm")
-        elif plan is None and not experts and not _is_under(name, sections):
+        elif plan is None and not experts and not name.startswith(sections):
             roles.parameters[name] = PlanRole("replicated")
         elif plan is None and type(modules[path]).__module__ == "transformers.activations":
             roles.parameters[name] = PlanRole("summed")  # between opening and closing
@@ -320,11 +319,6 @@ def _given(name: str, parsed: Mapping[str, Role]) -> Role | None:
                 return role
         name = name.rpartition(".")[0]
     return None
-
-
-def _is_under(name: str, paths: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:i]) in paths for i in range(len(parts)))
 
 
 def _lists_of_layers(

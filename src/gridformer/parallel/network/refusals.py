@@ -55,8 +55,12 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     if pp > 1 and not module.supports_pp_plan:
         yield f"layout.pp={pp}: transformers has no plan for {type(module).__name__}: use pp=1"
     one_stage = run.layout.model_copy(update={"pp": 1, "stages_per_rank": 1})
-    for part in module.modules():
+    words = {getattr(module.config, f"vocab_size{key}", 0) for key in ("", "_per_layer_input")}
+    for name, part in module.named_modules():
         parts.known_norm(part)  # which are then known to records of a step
+        again = isinstance(part, nn.Embedding) and part is not module.get_input_embeddings()
+        if again and part.num_embeddings in words:
+            yield f"{name} looks up tokens, and layers get embeddings alone: use parallelize()"
     roles = roles_of(module, None)
     attends = network_calls.attends_plainly(module) and not roles.latent
     yield from _unsupported(one_stage, attends)
@@ -136,10 +140,9 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
     yield from _of_entered(modules, roles, between)
     if between in ("s", "b"):
         config = getattr(module, "config", None)
-        plain = network_calls.attends_plainly(module) or (
-            getattr(config, "_attn_implementation", "sdpa") == "sdpa"
-            and not getattr(config, "sliding_window", None)
-        )
+        windows = vars(config).get("sliding_window") if config is not None else None
+        by_torch = getattr(config, "_attn_implementation", "sdpa") == "sdpa"
+        plain = network_calls.attends_plainly(module) or (by_torch and not windows)
         if not plain and (between == "b" or pp > 1):
             yield (
                 f"{type(module).__name__} makes masks of attention for what a device has between "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -265,7 +266,9 @@ def shard_model(model: models.NetworkModel, layout: LayoutConfig, axes: Axes) ->
             "embedding": lambda x: parts.cut(x, boundary),
             "head": lambda x: parts.join(x, boundary),
         }
-    head = model.module.get_output_embeddings()
+    head = None
+    with suppress(AttributeError):  # another stage has it
+        head = model.module.get_output_embeddings()
     if axes.col.size > 1 and isinstance(head, parts.Opening):
         head.gathered = None
         v, smoothing = model.config.vocab_size, model.config.label_smoothing
