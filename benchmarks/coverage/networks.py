@@ -29,6 +29,8 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("ffn_hidden_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
     "n_shared_experts": 1,
     "num_kv_shared_layers": 0,
     **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_topk_groups"), 1),
@@ -106,6 +108,8 @@ def small(kind: Any, changes: dict[str, Any]) -> Any:
             setattr(made, key, 0.0)
     made._experts_implementation = "eager"
     made.architectures = [kind.__name__]
+    if not hasattr(made, "dropout_rate"):  # which some configs leave to those around them
+        made.dropout_rate = 0.0
     return made
 
 

@@ -24,11 +24,8 @@ NAMES = (
     *("smollm3", "nemotron"),
 )
 MASKS = "makes masks of attention for what a device has between sections"
-OF_HEADS = "replicated parameters inside layers need whole activations between sections"
 REFUSED = {
-    **{(name, "D&SP 2"): MASKS for name in ("gemma2", "gemma3_text", "olmo3", "cohere2")},
-    ("mistral", "D&SP 2"): MASKS,
-    ("olmo2", "D&SP 2"): OF_HEADS,
+    **{(name, "D&SP 2"): MASKS for name in ("gemma2", "gemma3_text")},
     ("olmo", "Optimus 2x2"): "has no weight, and columns of devices cannot sum its statistics",
     ("nemotron", "pp=2"): "transformers has no plan for NemotronForCausalLM",
 }

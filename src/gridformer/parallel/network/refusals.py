@@ -225,7 +225,10 @@ def _of_bare_norms(modules: Mapping[str, nn.Module], roles: Roles) -> Iterator[s
         inside = roles.in_layers(name) and not roles.in_whole(name)
         if bare and inside and name.rpartition(".")[0] not in holders:
             kind = type(module).__name__
-            yield f"{name}: {kind} has no weight, and columns of devices cannot sum its statistics"
+            yield (
+                f"{name}: {kind} has no weight, and columns of devices cannot sum its statistics: "
+                "use scheme=megatron_2d"
+            )
 
 
 def _of_shared(module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterator[str]:
