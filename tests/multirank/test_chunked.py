@@ -112,13 +112,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "D&SP-cSub": {**BRANCHES, "common": "first"},
 }
 QUICK = {
-    ("grid, inputs stay", "BERT", "none"),
     ("sequence", "Transformer", "none"),
     ("D&SP", "GPT-2", "full"),
     ("tokens", "GPT-2", "none"),
     ("hidden, grid", "GPT-2", "none"),
     ("hidden, replicated", "BERT", "none"),
-    ("hidden, tokens", "T5", "full"),
+    ("hidden, tokens", "GPT-2", "full"),
     ("hidden, tokens over rows", "Llama", "none"),
     ("late, sequence", "T5", "none"),
     ("late, rows", "Llama", "full"),

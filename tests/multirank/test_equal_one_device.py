@@ -202,7 +202,7 @@ def families() -> Iterator[Case]:
         config = {"dropout": 0.1, "attention_dropout": 0.1, "max_seq_len": 12, **changes}
         quick = (model, name) in QUICK_FAMILIES
         yield Case(f"{model}-{name}", layout, config, {"dtype": "float64"}, quick)
-    yield from cases("branches", SUBGRAPHS, SUBGRAPHS[::4], {**EVERYTHING})
+    yield from cases("branches", SUBGRAPHS, SUBGRAPHS[::8], {**EVERYTHING})
     rounded = [subgraph(2, **KINDS[6]), subgraph(2, 2, **KINDS[0]), subgraph(4, **KINDS[4])]
     yield from cases("branches", rounded, rounded, {"max_seq_len": 12}, dtype="float32")
     labels = [subgraph(2, 2, common=common) for common in ("all", "first")]

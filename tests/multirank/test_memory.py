@@ -341,7 +341,7 @@ WHO: dict[str, tuple[Layout, int]] = {  # and how many layers' gradients are ali
 }
 
 
-@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("who", full_unless(("fsdp", "D&SP").__contains__, WHO))
 def test_one_layers_gradients_are_held_at_a_time(pool: WorkerPool, who: str) -> None:
     """One layer's gradients are alive at once, besides those in messages over replicas.
 

@@ -80,7 +80,7 @@ def test_megatron_layer(pool: WorkerPool, cols: int, sequence: bool, keep: str) 
         assert (forward.count, backward.count) == tuple({"product": count} for count in counts)
 
 
-@pytest.mark.parametrize("grid", [(2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("grid", full_unless((2, 2).__eq__, [(2, 2), (4, 1)]), ids=str)
 @pytest.mark.parametrize("scheme", ["megatron_2d", "optimus"])
 def test_rows_over_the_sequence(pool: WorkerPool, scheme: str, grid: tuple[int, int]) -> None:
     """Attention gathers keys and values: (r-1)/r 2bsh/c; nothing else differs from other rows."""

@@ -26,6 +26,7 @@ from gridformer.record import Kernel, trace_rank
 from gridformer.record.device import fake_gpu
 from gridformer.record.kernels import launched_work
 from tests.support.fake_gpu import InProcess, fake_tensors
+from tests.support.marks import full_unless
 from tests.support.multirank.memory import a_run
 
 # How often a layer, or one of each stack, drops hidden states and attends.
@@ -95,7 +96,7 @@ def of_a_layer(family: str, rate: float, fused: bool = True) -> Counter[str]:
     return two - one
 
 
-@pytest.mark.parametrize("family", OF_A_LAYER)
+@pytest.mark.parametrize("family", full_unless(("gpt2", "t5").__contains__, OF_A_LAYER))
 def test_dropout_launches_few_kernels_more(gpu: InProcess, family: str) -> None:
     """A dropout is one kernel in each direction, and one of probabilities is none."""
     without, with_it = (gpu(of_a_layer, family, rate) for rate in (0.0, 0.1))
