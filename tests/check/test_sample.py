@@ -40,7 +40,7 @@ def test_a_stage_before_the_last_reader_of_memory_is_not_like_others() -> None:
     assert alike_stages(run, decisions) == [[0], [1, 2], [3], [4, 5], [6], [7]]
 
 
-def test_up_to_64_ranks_are_traced_one_by_one() -> None:
+def test_up_to_16_ranks_are_traced_one_by_one() -> None:
     run = a_run({"scheme": "megatron", "cols": 2, "pp": 2}, {}, {"global_batch": 2})
     assert sample_ranks(run, decide_run(run)) == [[0], [1], [2], [3]]
 

@@ -20,7 +20,7 @@ from gridformer.plan.roofline import estimate
 from gridformer.plan.search import REPLICAS, MemoryKind, PlannedLayout, Search
 from gridformer.plan.settings import changed
 from gridformer.plan.show import print_result, ranking_as_json
-from gridformer.plan.trace_candidates import MOST, OF_EACH, Queue, Tracing
+from gridformer.plan.trace_candidates import MOST, OF_EACH, SURE, Queue, Tracing
 from gridformer.utils import process as fork_pool
 from gridformer.utils.errors import ConfigError
 from tests.support.plans import cluster, found_on_8, predictor, run_of, search
@@ -48,18 +48,22 @@ def test_what_does_not_fit_is_not_listed_and_one_refusal_speaks_for_layouts_like
 
 
 def test_no_kind_loses_by_an_estimate_alone() -> None:
-    """The fifth layout of each kind by estimate is traced, and may be the fastest by its trace."""
+    """If an estimate of a kind is too high, its fifth layout is traced, and may be the fastest.
+
+    Of kinds that are slow as estimated, two are traced.
+    """
     asked = Search(run_of(), cluster(), 8)
     ranked, counted = asked.ranked()
     kinds = {one.kind: [other for other in ranked if other.kind == one.kind] for one in ranked}
     assert kinds.keys() == {"Megatron", "rows alone", "2-D grid", "sub-graph", "pipeline", REPLICAS}
     traced: list[RunConfig] = []
-    fifth = kinds["2-D grid"][OF_EACH - 1]
+    first, *_, fifth = kinds["2-D grid"][:OF_EACH]
 
     def traces(run: RunConfig, machine: Cluster) -> Prediction:
         traced.append(run)
         found = predictor(run, machine)
-        return replace(found, step_s=found.step_s * (0.01 if run == fifth.run else 1.0))
+        faster = {fifth.run: 0.01, first.run: 0.2}
+        return replace(found, step_s=found.step_s * faster.get(run, 1.0))
 
     result = search(asked.run, cluster(), 8, top=4, predictor=traces)
     assert result.layouts[0].run == fifth.run
@@ -67,7 +71,8 @@ def test_no_kind_loses_by_an_estimate_alone() -> None:
     of_kind = Counter(one.kind for one in result.layouts)
     for kind, some in kinds.items():
         fits = [one for one in some if one.estimate.fits]
-        assert of_kind[kind] >= min(len(fits), OF_EACH), kind
+        assert of_kind[kind] >= min(len(fits), OF_EACH if kind == fifth.kind else SURE), kind
+    assert of_kind["pipeline"] == SURE, "no other may be listed"
     assert of_kind.total() <= MOST
     begun = [PlannedLayout(run, fifth.estimate).kind for run in traced[:6]]
     assert {*begun} == kinds.keys(), "the fastest of each kind come first"
@@ -252,7 +257,7 @@ def test_copies_of_the_process_find_the_same(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "can_copy", lambda: True)
         monkeypatch.setattr(module, "n_cores", lambda: 2)
     found = search(run_of(), cluster(), 8, top=4, predictor=elsewhere)
-    assert [one.run for one in found.layouts] == [one.run for one in found_on_8().layouts]
+    assert [one.run for one in found.listed] == [one.run for one in found_on_8().listed]
     warnings = [one.prediction.warnings for one in found.layouts if one.prediction]
     assert warnings == [["True"]] * len(found.layouts)
     assert not seen, "this process has traced nothing"

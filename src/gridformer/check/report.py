@@ -33,7 +33,7 @@ from gridformer.record.itineraries import alike_stages
 from gridformer.record.rank import record_ranks
 from gridformer.record.step import Extent, RecordOptions
 
-MOST = 64  # with more passes of all ranks in a step, equal ranks are traced once
+MOST = 16  # with more passes of all ranks in a step, equal ranks are traced once
 _TROUBLES = {
     "device": REPORT,
     "contiguity": REPORT,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
@@ -16,7 +16,9 @@ from gridformer.plan.search import MemoryKind, PlannedLayout, Search
 from gridformer.record.fake import fast_fakes
 from gridformer.utils.process import as_far_as, can_copy, n_cores, processor_s
 
-OF_EACH = 5  # layouts of each kind are traced, if as many fit
+OF_EACH = 5  # layouts of each kind are traced, if as many fit and may be listed
+SURE = 2  # of each kind are traced in any case
+UNSURE = 0.95  # of a prediction that follows from a kind's estimates may be the truth
 MOST = 30  # layouts that fit are traced in all, unless more are to be listed
 SPARE = 2  # for each of these, at most this many are traced
 FIRST = 0.9  # of the time of a plan is for them, and the rest for what is advised for the best
@@ -34,22 +36,22 @@ class Queue:
     vain even for long sequences, for which estimates are least accurate.
     """
 
-    def __init__(
-        self, search: Search, waiting: Sequence[PlannedLayout], of_each: int = OF_EACH
-    ) -> None:
-        self.search, self.waiting, self.of_each = search, [*waiting], of_each
+    def __init__(self, search: Search, waiting: Sequence[PlannedLayout]) -> None:
+        self.search, self.waiting = search, [*waiting]
         self.passed_over: list[PlannedLayout] = []
         self._factors: dict[MemoryKind, float] = {}
         self._smaller: list[RunConfig] = []  # which stood in for others
 
-    def next(self, traced: Counter[str]) -> PlannedLayout | None:
+    def next(
+        self, traced: Counter[str], wanted: Callable[[PlannedLayout], bool] = lambda one: True
+    ) -> PlannedLayout | None:
         """Removes the layout that is to be traced next and returns it; None if none may fit.
 
-        Kinds take turns until `of_each` are traced. The fastest by estimate comes first.
+        Of those that are wanted, kinds take turns until some of each are traced. The fastest by
+        estimate comes first.
         """
-        each = self.of_each
-        while self.waiting:
-            one = min(self.waiting, key=lambda one: (min(traced[one.kind], each), one.step_s))
+        while some := [*filter(wanted, self.waiting)]:
+            one = min(some, key=lambda one: (min(traced[one.kind], SURE), one.step_s))
             self.waiting.remove(one)
             factor = self._factors.get(one.memory_kind, 1.0 if self._factors else 0.0)
             if factor * one.estimate.peak_gib <= one.estimate.limit_gib:
@@ -100,11 +102,11 @@ class Tracing:
         self.traced: list[PlannedLayout] = []
         tell("estimating layouts")
         ranked, self.result = search.ranked(copies=True)
-        self.result.top = top
-        self.queue = Queue(search, ranked, of_each)
+        self.result.top, self.of_each = top, of_each
+        self.queue = Queue(search, ranked)
         self._at_once = 1
         if predictor is predict and can_copy():
-            self._at_once = 6 * n_cores()  # so that few cores wait for the last ones
+            self._at_once = 4 * n_cores()  # so that few cores wait for the last ones
             fast_fakes()  # loads what all copies of this process need
 
     def run(self, limit_s: float, also: Sequence[RunConfig] = ()) -> None:
@@ -159,18 +161,27 @@ class Tracing:
     def _next(self, n: int) -> list[PlannedLayout]:
         """Takes what is to be traced next out of the queue, at most n layouts.
 
-        These are some of each kind, what is listed, and what may be faster than the fastest.
+        These are two of each kind, more of those that may be listed by what traces of their kind
+        have shown, and what may be faster than the fastest.
         """
-        result, chosen = self.result, list[PlannedLayout]()
-        kinds = Counter(one.kind for one in result.layouts)
-        names = {one.name for one in result.layouts}
-        refused = [one.run for one in result.refused]
-        fastest_s = min((one.step_s for one in result.layouts), default=0.0)
-        while len(chosen) < n and (one := self.queue.next(kinds)):
-            wanted = kinds[one.kind] < self.queue.of_each or kinds.total() < self.top
-            wanted |= one.step_s < fastest_s
-            if kinds.total() >= max(MOST, self.top) or not wanted:
-                self.queue.waiting.append(one)
+        layouts, chosen = self.result.layouts, list[PlannedLayout]()
+        kinds = Counter(one.kind for one in layouts)
+        names = {one.name for one in layouts}
+        refused = [one.run for one in self.result.refused]
+        fastest_s = layouts[0].step_s if layouts else 0.0
+        listed_s = layouts[self.top - 1].step_s if len(layouts) >= self.top else inf
+        factors = defaultdict[str, float](lambda: inf)  # between traces and estimates
+        for one in layouts:
+            factors[one.kind] = min(factors[one.kind], UNSURE * one.step_s / one.estimate.step_s)
+
+        def wanted(one: PlannedLayout) -> bool:
+            n = kinds[one.kind]
+            more = n < self.of_each or kinds.total() < self.top
+            more &= factors[one.kind] * one.step_s <= listed_s
+            return n < SURE or more or one.step_s < fastest_s
+
+        while len(chosen) < n and kinds.total() < max(MOST, self.top):
+            if (one := self.queue.next(kinds, wanted)) is None:
                 break
             if one.name not in names and one.run not in refused:
                 chosen.append(one)
