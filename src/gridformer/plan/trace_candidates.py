@@ -36,8 +36,10 @@ class Queue:
     vain even for long sequences, for which estimates are least accurate.
     """
 
-    def __init__(self, search: Search, waiting: Sequence[PlannedLayout]) -> None:
-        self.search, self.waiting = search, [*waiting]
+    def __init__(
+        self, search: Search, waiting: Sequence[PlannedLayout], of_each: int = OF_EACH
+    ) -> None:
+        self.search, self.waiting, self.of_each = search, [*waiting], of_each
         self.passed_over: list[PlannedLayout] = []
         self._factors: dict[MemoryKind, float] = {}
         self._smaller: list[RunConfig] = []  # which stood in for others
@@ -47,11 +49,16 @@ class Queue:
     ) -> PlannedLayout | None:
         """Removes the layout that is to be traced next and returns it; None if none may fit.
 
-        Of those that are wanted, kinds take turns until some of each are traced. The fastest by
-        estimate comes first.
+        Of those that are wanted, kinds take turns until some of each are traced, and of those with
+        less than `of_each` the fastest by estimate comes first.
         """
+
+        def turn(one: PlannedLayout) -> tuple[int, bool, float]:
+            n = traced[one.kind]
+            return min(n, SURE), n >= self.of_each, one.step_s
+
         while some := [*filter(wanted, self.waiting)]:
-            one = min(some, key=lambda one: (min(traced[one.kind], SURE), one.step_s))
+            one = min(some, key=turn)
             self.waiting.remove(one)
             factor = self._factors.get(one.memory_kind, 1.0 if self._factors else 0.0)
             if factor * one.estimate.peak_gib <= one.estimate.limit_gib:
@@ -102,8 +109,8 @@ class Tracing:
         self.traced: list[PlannedLayout] = []
         tell("estimating layouts")
         ranked, self.result = search.ranked(copies=True)
-        self.result.top, self.of_each = top, of_each
-        self.queue = Queue(search, ranked)
+        self.result.top = top
+        self.queue = Queue(search, ranked, of_each)
         self._at_once = 1
         if predictor is predict and can_copy():
             self._at_once = 4 * n_cores()  # so that few cores wait for the last ones
@@ -171,14 +178,13 @@ class Tracing:
         fastest_s = layouts[0].step_s if layouts else 0.0
         listed_s = layouts[self.top - 1].step_s if len(layouts) >= self.top else inf
         factors = defaultdict[str, float](lambda: inf)  # between traces and estimates
-        for one in layouts:
-            factors[one.kind] = min(factors[one.kind], UNSURE * one.step_s / one.estimate.step_s)
+        for own in layouts:
+            factors[own.kind] = min(factors[own.kind], UNSURE * own.step_s / own.estimate.step_s)
 
         def wanted(one: PlannedLayout) -> bool:
-            n = kinds[one.kind]
-            more = n < self.of_each or kinds.total() < self.top
-            more &= factors[one.kind] * one.step_s <= listed_s
-            return n < SURE or more or one.step_s < fastest_s
+            few = kinds[one.kind] < self.queue.of_each or kinds.total() < self.top
+            few &= kinds[one.kind] < SURE or factors[one.kind] * one.step_s <= listed_s
+            return few or one.step_s < fastest_s
 
         while len(chosen) < n and kinds.total() < max(MOST, self.top):
             if (one := self.queue.next(kinds, wanted)) is None:

@@ -73,8 +73,3 @@ def fake_gpu() -> torch.device:
     _library.impl("scaled_dot_product_attention", _attend, "AutogradPrivateUse1")
     library.DEVICE_TYPES.append(NAME)
     return torch.device(NAME, 0)
-
-
-def traced_device(backend: Backend) -> torch.device:
-    """Returns the device of a trace: the fake GPU for NCCL, and the CPU for gloo."""
-    return fake_gpu() if backend == "nccl" else torch.device("cpu")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gridformer.comm.recorder import Record, Recorder
 from gridformer.mesh import groups
-from gridformer.record.device import NAME, Backend, traced_device
+from gridformer.record.device import NAME, Backend, fake_gpu
 from gridformer.record.events import (
     Groups,
     Kernel,
@@ -52,7 +52,8 @@ class Log:
         backend: Backend = "nccl",
     ) -> None:
         self.trace, self.places, self.kernels = trace, places, kernels
-        self.nccl, self.device = backend == "nccl", traced_device(backend)
+        self.nccl = backend == "nccl"
+        self.device = fake_gpu() if self.nccl else torch.device("cpu")
         self.backend = f"{backend}_trace"
         self.recorder = Recorder()  # `gridformer.comm` tells it the axis and purpose of messages
         self.n_groups = 0

@@ -112,11 +112,11 @@ def record_ranks(
     records: list[RankRecord] = []
     left = [_Line(run, line, decisions, how) for line in lines]
     while left:
-        work = [partial(line.recorded, n) for line in left for n in line.left_out(line.kept[0])]
+        work = [partial(line.recorded, n) for line in left for n in line.left_out(_KEPT[0])]
         taken = iter(on_all_cores(_done, work) if beside else _done(work))
         rest = []
         for line in left:
-            mine = line.composed({n: next(taken) for n in line.left_out(line.kept[0])})
+            mine = line.composed({n: next(taken) for n in line.left_out(_KEPT[0])})
             records += mine
             known = {one.trace.rank for one in mine}
             if others := [rank for rank in line.ranks if rank not in known]:
@@ -142,11 +142,6 @@ class _Line:
     decisions: Decisions
     how: RecordOptions
 
-    @property
-    def kept(self) -> Sequence[int]:
-        """How many layers to keep; with shards, which travel a layer ahead, two are too few."""
-        return _KEPT[self.run.layout.dp_mode == "fsdp" :]
-
     def left_out(self, kept: int) -> list[Fewer]:
         """Returns how many layers a stage loses in the longest step, and in shorter ones if any.
 
@@ -154,7 +149,8 @@ class _Line:
             kept: How many layers the shortest stage of the shorter step keeps; 0 keeps all.
         """
         if self.how.extent == "few layers":
-            return [removable(self.run, self.decisions, _KEPT[0] + 1, 0)]
+            return [removable(self.run, self.decisions, kept + 1, 0)]
+        kept += kept > 0 and self.run.layout.dp_mode == "fsdp"  # shards travel a layer ahead
         fewer = removable(self.run, self.decisions, kept) if kept else Fewer(0, 0)
         if self.how.extent != "composed":
             return [Fewer(0, 0)]
@@ -197,7 +193,7 @@ class _Line:
 
     def _with_layers(self, records: dict[Fewer, StepRecord]) -> StepRecord:
         """Returns the record of a step with all layers."""
-        for kept in self.kept:
+        for kept in _KEPT:
             numbers = self.left_out(kept)
             records |= {n: self.recorded(n) for n in numbers if n not in records}
             if len(numbers) == 1:

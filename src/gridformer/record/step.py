@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Literal, NamedTuple, cast
@@ -33,7 +34,7 @@ from gridformer.parallel.pipeline import Event
 from gridformer.parallel.pipeline.schedules import Itinerary
 from gridformer.parallel.tensor.norm import GridNorm
 from gridformer.record.batch import rows_like
-from gridformer.record.device import NAME, Backend, fake_gpu
+from gridformer.record.device import NAME, Backend
 from gridformer.record.events import (
     Awaited,
     Held,
@@ -255,9 +256,16 @@ def _parts(
     ends = [0, begins, *(end for end, _ in done), len(events)]
     kinds = ["start", *(event.kind for _, event in done), ""]
     return [
-        StepPart(kind, tuple(map(relative, events[begin:end])))
+        StepPart(kind, tuple(_frees_sorted(map(relative, events[begin:end]))))
         for kind, begin, end in zip(kinds, ends, ends[1:])
     ]
+
+
+def _frees_sorted(events: Iterable[Recorded]) -> Iterator[Recorded]:
+    """Sorts frees that follow each other, whose order says nothing and differs between layers."""
+    frees = groupby(events, lambda x: isinstance(x, Held) and x.n_bytes < 0 and (x.doing,))
+    for freed, some in frees:
+        yield from sorted(some, key=lambda x: freed and (x.kind, x.n_bytes))  # type: ignore[union-attr]
 
 
 def _follow(stepper: Stepper, tracker: MemoryTracker, held: list[Tensor]) -> None:
@@ -330,8 +338,6 @@ def on_devices(
 ) -> Iterator[Log]:
     """Makes this process a rank of the run's group of devices, and yields the log of it."""
     places = Places()
-    if backend == "nccl":
-        fake_gpu()  # registers the device type that `recording` names
     log = Log(Trace(rank), places, kernels, backend)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
