@@ -31,6 +31,7 @@ from gridformer.record.events import (
     Trouble,
     Wait,
 )
+from gridformer.record.kernels import dtype_name
 from gridformer.record.place import Places
 
 
@@ -112,7 +113,7 @@ class Log:
             self._refuse(x, op, axis)
         self._number += 1
         if tensors:
-            more |= {"size": tensors[0].numel(), "dtype": _dtype(tensors[0])}
+            more |= {"size": tensors[0].numel(), "dtype": dtype_name(tensors[0])}
         of = group.group_name, group.members
         self.trace.events.append(Start(self._number, op, *of, place, axis, label, **more))
         return _Work(self, self._number)
@@ -178,8 +179,8 @@ class Log:
         if whole.numel() != group.size() * part.numel() or whole.dtype != part.dtype:
             axis, _ = self._purpose(group)
             text = (
-                f"{op}: {whole.numel()} elements of {_dtype(whole)} are not {group.size()} x "
-                f"{part.numel()} of {_dtype(part)}"
+                f"{op}: {whole.numel()} elements of {dtype_name(whole)} are not {group.size()} x "
+                f"{part.numel()} of {dtype_name(part)}"
             )
             self._trouble("size", text, axis)
 
@@ -281,7 +282,7 @@ class _Group(dist.ProcessGroup):
         return self._post("recv", tensors[0], peer)
 
     def _post(self, what: Literal["send", "recv"], x: Tensor, peer: int) -> _Work:
-        return self.log.post(self, Part(what, self.members[peer], x.numel(), _dtype(x)), x)
+        return self.log.post(self, Part(what, self.members[peer], x.numel(), dtype_name(x)), x)
 
     def barrier(self, opts: Any = None) -> _Work:
         return self.log.start(self, "barrier", [])
@@ -322,7 +323,3 @@ def _create(options: Any, _: Any) -> _Group:
 
 def _op(opts: Any) -> str:
     return str(opts.reduceOp.op).rsplit(".", 1)[-1].lower()
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

@@ -60,7 +60,7 @@ def launched_work(
     named = [value for key, value in kwargs.items() if key != "out"]
     given = [*_tensors(args), *_tensors(named)]
     if name in _COPIES and (copied := _between(given, results, device)) is not None:
-        return Kernel(name, "copy", (), _dtype(copied), 0, _extent(copied))
+        return Kernel(name, "copy", (), dtype_name(copied), 0, _extent(copied))
     if not any(x.device.type == device for x in (results or given)):
         return None
     changed = [*_changed(func, args), *_tensors((kwargs.get("out"),))]
@@ -83,7 +83,7 @@ def launched_work(
     elif name == "nll_loss_forward":  # reads the logarithms of targets
         read = [*read[1:], given[1].numel() * given[0].element_size()]
     n_bytes = sum(read) + sum(map(_extent, made)) + sum(map(_extent, changed))
-    return Kernel(name, "memory", (), _dtype((made or changed or given)[0]), 0, n_bytes)
+    return Kernel(name, "memory", (), dtype_name((made or changed or given)[0]), 0, n_bytes)
 
 
 def _between(given: list[Tensor], results: list[Tensor], device: str) -> Tensor | None:
@@ -106,7 +106,7 @@ def _product(name: str, factors: Any, out: Tensor, given: list[Tensor]) -> Kerne
         m, k = (each, k) if name == "grouped_product" else (k, each)
     order = "".join("n" if x.stride(-1) == 1 or x.shape[-1] == 1 else "t" for x in (a, b))
     n_bytes = sum(_extent(x) for x in given) + _extent(out)
-    return Kernel(name, "product", (many, m, n, k), _dtype(a), flop, n_bytes, order=order)
+    return Kernel(name, "product", (many, m, n, k), dtype_name(a), flop, n_bytes, order=order)
 
 
 def _attention(
@@ -126,7 +126,7 @@ def _attention(
     shape = (b, heads, queries, keys, width, _hides(by_name))
     if func.namespace == "gridformer" and _is_plain(by_name):  # as in `gridformer.record.device`
         name = "sdpa_backward" if backward else "sdpa"
-    return Kernel(name, "attention", shape, _dtype(q), flop, n_bytes)
+    return Kernel(name, "attention", shape, dtype_name(q), flop, n_bytes)
 
 
 def _hides(given: dict[str, Any]) -> int:
@@ -169,5 +169,6 @@ def _extent(x: Tensor) -> int:
     return n * x.element_size() if x.numel() else 0
 
 
-def _dtype(x: Tensor) -> str:
+def dtype_name(x: Tensor) -> str:
+    """Returns the name of a tensor's type, such as `float32`."""
     return str(x.dtype).removeprefix("torch.")

@@ -38,7 +38,6 @@ class Places:
         self._names: dict[nn.Module, str] = {}
         self._running: list[str] = []
         self._known: dict[Place, Place] = {}  # one object for each place makes records small
-        self._of_modules: dict[tuple[str, bool], Place] = {}
         # When a module began or ended to run, by torch's number of the next node of a graph.
         self._nodes: list[int] = []
         self._ran: list[str] = []
@@ -91,10 +90,7 @@ class Places:
         return self._ran[at] if at >= 0 else ""
 
     def _of_module(self, module: str, backward: bool) -> Place:
-        known = self._of_modules.get((module, backward))
-        if known is None:
-            known = self._of_modules[module, backward] = Place("", 0, "", module, backward)
-        return known
+        return self._one(Place("", 0, "", module, backward))
 
     def of_error(self, error: BaseException) -> Place:
         """Returns the innermost line of gridformer from which an error came."""
