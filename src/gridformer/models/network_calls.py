@@ -80,7 +80,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: None,
+    attention_mask: None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
