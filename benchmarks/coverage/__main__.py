@@ -116,19 +116,28 @@ def page(found: dict[str, list[str]]) -> list[str]:
             texts = ["not built", *[""] * (len(LAYOUTS) - 1)]
         rows.append(f"| {name} | {' | '.join(texts)} |")
     title = "| | " + " | ".join(LAYOUTS) + " |\n|---|" + "---|" * len(LAYOUTS)
+    right = [
+        cells
+        for cells in built.values()
+        if {text.partition(":")[0] for text in cells} in ({"equal"}, {"equal", "refused"})
+    ]
+    every = [cells for cells in built.values() if {*cells} == {"equal"}]
     tensor = [cells for cells in built.values() if {*cells[:3], cells[4]} == {"equal"}]
     return [
         "# Architectures of transformers on layouts",
         f"Of {len(found)} architectures that carry a plan for tensor parallelism, {len(built)} "
-        f"were built small, and {len(tensor)} of them train on each of Megatron, 2-D Megatron, "
-        f"Optimus and fsdp as in one process. A layout refuses what its plan does not allow, with "
-        f"a sentence, before a process starts; errors and wrong numbers must not occur.",
+        f"were built small. {len(right)} of these train as in one process on every layout here "
+        f"that does not refuse them (at least one), {len(tensor)} on each of Megatron, 2-D "
+        f"Megatron, Optimus and fsdp, and {len(every)} on all six. A layout refuses what its plan "
+        "does not allow, with a sentence, before a process starts; errors and wrong numbers must "
+        "not occur.",
         "`equal`: the loss, every gradient of the first step, and the weights after three steps of "
         f"AdamW differ by at most {EQUAL:.0e} from those in one process, in float64 "
         "([`gridformer prove`](../how-to/own-network.md)). Pipelines are those of the trainer, on "
         "two steps, for networks whose plan it can read. Networks have 2 layers (4 where one needs "
         "them), 64 wide, 4 heads and 2 of keys (4 where one needs them), random weights and no "
-        "dropout. Experts run one after the other (`eager`).",
+        "dropout. In the one process, attention and experts are those of transformers (`sdpa`, "
+        "`eager`), and on layouts those of gridformer.",
         f"{machine['cpu']}, {machine['cores']} cores; torch {torch.__version__}, transformers "
         f"{transformers.__version__}; {machine['date']}, commit {machine['commit']}",
         f"`{machine['command']}`",

@@ -489,6 +489,9 @@ class Norm(nn.Module):
         self.bias: nn.Parameter | None = getattr(plain, "bias", None)
         for name, _ in [*self.named_parameters()]:
             place(self, name, placement, None)
+        if axis.size == 1:  # code around it may read them
+            said = vars(plain).items()
+            vars(self).update({key: value for key, value in said if isinstance(value, float)})
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight + self.plus if self.plus else self.weight

@@ -148,6 +148,12 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
                 f"{type(module).__name__} makes masks of attention for what a device has between "
                 "sections: use scheme=megatron without sequence_parallel, or optimus"
             )
+        rotary = getattr(config, "rope_parameters", None) or {}
+        if between == "b" and "mrope_section" in rotary:
+            yield (
+                f"{type(module).__name__} has angles of its positions for each sample, and a "
+                "section reads samples of all branches: use scheme=megatron or optimus"
+            )
     yield from _of_shared(module, roles, layout)
     for name, role in roles.heads.items():
         for attribute in role.attributes:
