@@ -1,5 +1,6 @@
 """The command line as a whole: fast help, and errors without tracebacks."""
 
+import inspect
 import itertools
 import subprocess
 import sys
@@ -64,6 +65,8 @@ def test_help_is_whole_sentences_that_fill_the_lines(command: CommandInfo) -> No
     assert "…" not in found.stdout
     before = next(number for number, line in enumerate(lines) if "╭" in line)
     prose = [line.strip() for line in lines[:before]]
+    says = (inspect.unwrap(command.callback).__doc__ or "").strip().partition("\n\n")[0]
+    assert " ".join(says.split()) in " ".join(prose), "the command's help, not an option's"
     for line, after in itertools.pairwise(prose):
         if line and after:
             assert len(f" {line} {after.split()[0]} ") > 80, line

@@ -39,11 +39,11 @@ def add(function: Callable[..., None]) -> None:
     text = "\n\n".join(map(_one_line, prose.split("\n\n")))
     described = inspect.unwrap(function)
     hints = get_type_hints(described, include_extras=True)
-    for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", entries, re.MULTILINE):
+    for name, said in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", entries, re.MULTILINE):
         kind, info = hints[name], typer.Option()
         if get_origin(kind) is Annotated:
             kind, info = get_args(kind)
-        info.help = _one_line(text)
+        info.help = _one_line(said)
         if isinstance(info, OptionInfo) and info.default is ...:
             info.param_decls = (f"--{name.strip('_').replace('_', '-')}",)
         hints[name] = Annotated[kind, info]
