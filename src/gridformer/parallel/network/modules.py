@@ -410,7 +410,7 @@ def shard_experts(
     alternating = {}
     for name, role in matrices.items():
         widths, order = role.widths(experts.get_parameter(name).shape[1]), None
-        if len(widths) > 1:
+        if len(widths) > 1 and getattr(experts, "is_concatenated", True):  # else they alternate
             alternating[name], order = len(widths), order_of_parts(widths, widths[0])
         cut_ = (None, "col", "row") if role.kind == "opening" else (None, "row", "col")
         place(experts, name, ParamPlacement(cut_), order)

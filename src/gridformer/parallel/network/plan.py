@@ -170,6 +170,8 @@ def default_plan(network: nn.Module) -> dict[str, str] | None:
         dims = {p.dim() for name, p in network.named_parameters() if fnmatchcase(name, pattern)}
         if dims and not matches and kind == "colwise" and dims != {3}:
             role = "local"
+        if dims == {3} and kind == "colwise" and pattern.endswith("gate_up_proj"):
+            role = "opening: 2 parts"  # whatever the plan of Inkling says
         if matches or dims:
             plan[pattern] = role
     for more in (_of_tied, _of_norms, _of_latent):
