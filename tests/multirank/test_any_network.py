@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import gridformer
 from examples import own_model
 from gridformer.config import LayoutConfig
+from gridformer.models.network_calls import attends_plainly
 from gridformer.parallel.network.plan import PlanRole, default_plan, is_table, roles_of
 from gridformer.parallel.network.refusals import check
 from gridformer.prove import compare
@@ -259,6 +260,39 @@ def test_a_step_with_clipping_and_two_batches(pool: WorkerPool, name: str) -> No
         # Vectors and the table of positions are on several devices, of which one updates them.
         assert 0.9 * elements / n <= held < 1.1 * elements / n + 2 * 32 * 64
     own_model.Decoder(2, 64, 4).double().load_state_dict(whole)
+
+
+def masked() -> tuple[str, float]:
+    """What branches say to a mask, and what a grid's loss with it differs by."""
+    said: list[Any] = []
+    for layout in ({"scheme": "subgraph", "branches": 2}, {"scheme": "megatron", "cols": 2}):
+        torch.manual_seed(0)
+        module, inputs, _ = llama()
+        inputs["attention_mask"] = (torch.arange(12) > torch.arange(8).unsqueeze(1)).long()
+        expected = float(module.double()(**inputs).loss)
+        net = gridformer.parallelize(module, layout)
+        try:
+            said.append(abs(float(net(**net.local(inputs)).loss) - expected))
+        except ValueError as error:
+            said.append(str(error))
+    return said[0], said[1]
+
+
+def test_a_mask_is_read_or_refused(pool: WorkerPool) -> None:
+    pytest.importorskip("transformers")
+    refused, apart = pool.run(2, masked)[0]
+    assert "attention_mask: attention on subgraph" in refused
+    assert apart < 1e-6
+
+
+def test_windows_that_only_a_mask_has_are_left_to_it() -> None:
+    """Mistral says its window where it attends, Qwen2-MoE does not."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    for name, plainly in (("Mistral", True), ("Qwen2Moe", False)):
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        assert attends_plainly(getattr(transformers, f"{name}ForCausalLM")(config)) == plainly
 
 
 def other_weights() -> str:

@@ -22,6 +22,7 @@ _MASKS = {
     "create_sliding_window_causal_mask",
     "create_masks_for_generate",
 }
+_WINDOW = re.compile(r"sliding_window=(self\.|getattr\(self\.config)")
 _CALL = "ALL_ATTENTION_FUNCTIONS.get_interface("
 
 
@@ -51,11 +52,15 @@ class AttentionAlone(AttentionHeads):
 
 def attends_plainly(network: Any) -> bool:
     """Whether a network of transformers asks for attention with causal masks and windows alone."""
+    if not hasattr(network, "set_attn_implementation"):
+        return False
     source = inspect.getsource(sys.modules[type(network).__module__])
     masks = set(re.findall(r"\bcreate_\w*mask\w*", source))
     more = re.search(r"softcap=|s_aux=|position_bias=|_mask_function=", source)
-    known = _CALL in source and getattr(network, "_supports_sdpa", False)
-    return known and bool(masks) and masks <= _MASKS and not more
+    known = _CALL in source and network._supports_sdpa
+    # Windows must be said in the call, as there is no mask that has them.
+    says = "create_sliding_window_causal_mask" not in masks or _WINDOW.search(source)
+    return bool(known and masks and masks <= _MASKS and says and not more)
 
 
 def attend_in(network: Any, attention: AttentionAlone | None = None) -> None:
