@@ -139,7 +139,7 @@ def test_logits_exist_for_one_chunk_at_a_time(training: bool) -> None:
             found = in_chunks(x, targets, head, CrossEntropy(), [*head.parameters()], tokens)
             if training:
                 found.backward()
-        return tracker.peak()[1] - before, max(e.n_bytes for e in tracker.entries if not e.kind)
+        return tracker.peak() - before, max(e.n_bytes for e in tracker.entries if not e.kind)
 
     peak, largest = run(0)
     assert largest == b * s * v * 4

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from gridformer.comm import record_messages
-from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig
 from gridformer.memory.estimate import estimate_rank
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
@@ -277,25 +276,6 @@ def test_chunks_are_accumulated_as_precisely_as_one_product(pool: WorkerPool) ->
         assert off < 4e-3, n_bytes
 
 
-# --------------------------------------------------- whole runs
-
-
-def test_estimated_of_a_large_run() -> None:
-    """In the paper's largest run, gathered activations are only a small part of memory."""
-    run = RunConfig(
-        model=ModelConfig(
-            n_layers=1, hidden_size=8192, n_heads=64, vocab_size=50304, max_seq_len=512
-        ),
-        data={"path": Path("none")},  # type: ignore[arg-type]
-        layout=LayoutConfig(scheme="optimus", rows=8, cols=8, schedule="gather"),
-        train=TrainConfig(global_batch=256, recompute="full", device="cpu"),
-    )
-    found = estimate_rank(run, 0)
-    with patch.object(rules, "CHUNK_BYTES", 1 << 40):
-        whole = estimate_rank(run, 0)
-    assert found.peak < 0.75 * whole.peak
-
-
 # --------------------------------------------------- the loss
 
 
@@ -330,12 +310,12 @@ def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]
     with gathered_weights_scope(model), MemoryLog() as tracker, record_messages() as recorder:
         tracker.mark([*model.parameters(), *batch.values()], "before")
         hidden = model.hidden(batch).detach().requires_grad_()
-        start, before, sent = tracker.now, tracker.live(), len(recorder.records)
+        start, before, sent = len(tracker.log), tracker.live(), len(recorder.records)
         model.losses_of(hidden, batch)["tokens"].backward()
     moved: Counter[tuple[str, str]] = Counter()
     for r in recorder.records[sent:]:
         moved[r.axis, r.op] += int(r.moved)
-    largest = max(e.n_bytes for e in tracker.entries if e.born > start)
+    largest = max(change.n_bytes for change in tracker.log[start:])
     peak = int(tracker.curve()[start + 1 :].max())
     return largest, peak - before, moved
 

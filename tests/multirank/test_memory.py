@@ -8,17 +8,14 @@ code that waits for their message.
 import gc
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.memory.measure import measure_rank
 from torch import Tensor, nn
 
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
 from gridformer.exactness import IN_BACKWARD
-from gridformer.memory.estimate import estimate_rank
 from gridformer.models.blocks import Layer
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import Work
@@ -26,7 +23,6 @@ from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.summa import gathered_weights_scope
 from gridformer.parallel.validation import check_layout
-from gridformer.record.tracker import Entry
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless
@@ -36,8 +32,6 @@ from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import CELLS, QUICK, Cell
 from tests.support.multirank.memory import a_run, agrees_of, measured, refused_below
 from tests.support.multirank.pool import WorkerPool
-from tests.support.multirank.runs import assert_same_run, plan_of, start_from
-from tests.support.multirank.runs import train as run
 
 
 def agrees(pool: WorkerPool, run: RunConfig) -> None:
@@ -106,21 +100,6 @@ MORE = {*METHODS} - {"all of a block again", "updates in the backward pass", "pi
 def test_estimated_is_measured_with_methods_that_save_memory(pool: WorkerPool, name: str) -> None:
     layout, train = METHODS[name]
     agrees(pool, a_run(layout, {"attention_dropout": 0.1}, train))
-
-
-def measured_steps(run: RunConfig) -> list[int]:
-    """Return the measured bytes of one rank in each of several steps."""
-    torch.set_num_threads(1)
-    return [measure_rank(run, n_steps=1)[1] for _ in range(6)]
-
-
-def test_what_threads_of_gloo_free_is_not_taken_for_held(pool: WorkerPool) -> None:
-    """The profiler does not see it, so measured steps seemed to hold all that these had freed."""
-    run = a_run({"scheme": "megatron", "cols": 4}, {"n_layers": 2}, {"recompute": "full"})
-    told = estimate_rank(run, 0).peak
-    steps = [peak for peaks in pool.run(4, measured_steps, run) for peak in peaks]
-    right = [peak for peak in steps if peak <= 1.01 * told]
-    assert len(right) > 0.85 * len(steps), steps
 
 
 # --------------------------------------------------- what a layer keeps for backward
@@ -245,26 +224,6 @@ def test_kept_memory_equals_the_prediction(
         assert more == pytest.approx(said, rel=1e-6, abs=1)
 
 
-# --------------------------------------------------- layers updated one by one
-
-FSDP: Layout = {"dp": 2, "dp_mode": "fsdp"}
-OTHER: Layout = {"scheme": "megatron", "cols": 2}
-
-
-@pytest.mark.parametrize("back", [False, True], ids=["from them", "to them"])
-def test_a_run_resumes_with_or_without_these_methods(
-    pool: WorkerPool, token_folder: Path, tmp_path: Path, back: bool
-) -> None:
-    """Move between layouts, from a checkpoint with moments in the host's memory, and back."""
-    sides = [(FSDP, {**IN_BACKWARD, "offload": "optimizer"}), (OTHER, {"clip_by": "layer"})]
-    before, after = sides[::-1] if back else sides
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    pool.run(2, run, plan_of(token_folder, whole, before[0], clip_norm=0.05, **before[1]))
-    start_from(whole, moved)
-    pool.run(2, run, plan_of(token_folder, moved, after[0], clip_norm=0.05, **after[1]))
-    assert_same_run(whole, moved)
-
-
 # --------------------------------------------------- memory
 
 N_LAYERS = 6
@@ -313,22 +272,14 @@ def held(layout: Layout, train: dict[str, Any]) -> ZeroShard:
     with tracker:
         step(1)
     gc.enable()
-    marked = [entry for entry in tracker.entries if entry.kind == "gradient"]
     one = sum(p.numel() * p.element_size() for p in matrices[0])
     after = sum(grad_bytes(p) for each in matrices for p in each)
-    return ZeroShard(one, peak(marked), after, tracker.peak()[1])
+    return ZeroShard(one, tracker.peak("gradient"), after, tracker.peak())
 
 
 def grad_bytes(parameter: nn.Parameter) -> int:
     grads = [p.grad for p in (parameter, replica_part(parameter)) if p is not None]
     return sum(grad.numel() * grad.element_size() for grad in grads if isinstance(grad, Tensor))
-
-
-def peak(entries: list[Entry]) -> int:
-    log = MemoryLog()
-    log.entries = entries
-    log.now = max(when for entry in entries for when in (entry.born, entry.died or 0))
-    return log.peak()[1]
 
 
 WHO: dict[str, tuple[Layout, int]] = {  # and how many layers' gradients are alive at once

@@ -202,7 +202,7 @@ def kept(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> int:
 
 def held(tracker: MemoryLog) -> int:
     """Return the bytes that are in memory now and were not marked as there before."""
-    return sum(e.n_bytes for e in tracker.entries if e.died is None and e.kind != "before")
+    return tracker.live() - tracker.live_by_kind().get("before", 0)
 
 
 def one_layer(layout: Layout, config: ModelConfig, recompute: RecomputeMode) -> float:
@@ -275,8 +275,8 @@ def entered(layout: Layout) -> tuple[int, int]:
         return found
 
     def watched(*args: Any) -> None:
-        mine = [e for e in tracker.entries if e.kind == "entering"]
-        seen.append((sum(e.n_bytes for e in mine if e.died is None), sum(e.n_bytes for e in mine)))
+        ever = sum(e.n_bytes for e in tracker.entries if e.kind == "entering")
+        seen.append((tracker.live_by_kind().get("entering", 0), ever))
         backward(*args)
 
     with (

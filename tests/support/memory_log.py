@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gridformer.record.tracker import MemoryTracker
+from gridformer.record.tracker import Entry, MemoryTracker
 
 
 class MemoryLog(MemoryTracker, TorchDispatchMode):
@@ -37,21 +37,20 @@ class MemoryLog(MemoryTracker, TorchDispatchMode):
         self.see(args, kwargs, out)
         return out
 
+    @property
+    def entries(self) -> list[Entry]:
+        """The storages with memory, in the order in which they were made."""
+        return [change.kind for change in self.log if change.n_bytes > 0]
+
     def live(self) -> int:
         """Return the bytes held now."""
         return sum(self.live_by_kind().values())
 
-    def curve(self) -> NDArray[np.int64]:
-        """Return the bytes at each time: [times]."""
-        found = np.zeros(self.now + 1, dtype=np.int64)
-        for entry in self.entries:
-            found[entry.born] += entry.n_bytes
-            if entry.died is not None:
-                found[entry.died] -= entry.n_bytes
-        return found.cumsum()
+    def curve(self, kind: str | None = None) -> NDArray[np.int64]:
+        """Return the bytes after each change, of one kind or of all."""
+        counts = [one.n_bytes for one in self.log if kind in (None, one.kind.kind)]
+        return np.array([0, *counts], dtype=np.int64).cumsum()
 
-    def peak(self) -> tuple[int, int]:
-        """Return (time, bytes) of the moment with the most bytes."""
-        curve = self.curve()
-        when = int(curve.argmax())
-        return when, int(curve[when])
+    def peak(self, kind: str | None = None) -> int:
+        """Return the most bytes at a time, of one kind or of all."""
+        return int(self.curve(kind).max())

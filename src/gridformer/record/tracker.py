@@ -9,6 +9,7 @@ nor what an allocator adds by rounding up.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,20 +29,16 @@ class Entry:
 
     Attributes:
         n_bytes: Its size.
-        born: The time at which it was made, counted in changes of the log.
         place: What was running when it was made.
         kind: What it is, if `MemoryTracker.mark` was told.
-        died: The time at which it was freed; None while it lives.
         in_backward: Whether it was made in a backward pass.
         until_backward: Whether it was made before a backward pass and freed in one, so that it was
             kept for it.
     """
 
     n_bytes: int
-    born: int
     place: str
     kind: str = ""
-    died: int | None = None
     in_backward: bool = False
     until_backward: bool = False
 
@@ -54,8 +51,6 @@ class MemoryTracker:
 
     Attributes:
         place: Where storages are made now.
-        entries: The storages, in the order in which they were made.
-        now: The time.
         log: The changes in order, each a `Held` with the entry in place of its kind.
     """
 
@@ -63,8 +58,6 @@ class MemoryTracker:
         self._device = device
         self.log: list[Any] = []
         self.place = ""
-        self.entries: list[Entry] = []
-        self.now = 0
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Entry]] = {}
 
     def at(self, place: str) -> None:
@@ -135,24 +128,19 @@ class MemoryTracker:
         return entry
 
     def _begin(self, n_bytes: int, kind: str = "") -> Entry:
-        self.now += 1
-        entry = Entry(n_bytes, self.now, self.place, kind, in_backward=in_backward())
-        self.entries.append(entry)
+        entry = Entry(n_bytes, self.place, kind, in_backward())
         if n_bytes:
             self.log.append(Held(n_bytes, entry, self.place))
         return entry
 
     def _end(self, entry: Entry) -> None:
-        self.now += 1
-        entry.died = self.now
         entry.until_backward = in_backward() and not entry.in_backward
         if entry.n_bytes:
             self.log.append(Held(-entry.n_bytes, entry, self.place))
 
     def live_by_kind(self) -> dict[str, int]:
         """Returns the bytes held now by kind."""
-        held: dict[str, int] = {}
-        for entry in self.entries:
-            if entry.died is None:
-                held[entry.kind] = held.get(entry.kind, 0) + entry.n_bytes
-        return held
+        held = Counter[str]()
+        for change in self.log:
+            held[change.kind.kind] += change.n_bytes
+        return {kind: n_bytes for kind, n_bytes in held.items() if n_bytes}
