@@ -8,8 +8,8 @@ import torch
 from gridformer.cluster.file import load_cluster
 from gridformer.config import RunConfig, parse_run
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.plan.program import EventTimes, Programs
-from gridformer.record.events import Kernel, Part, Passed, Place, Start, Trace
+from gridformer.plan.program import EventTimes
+from gridformer.record.events import Part, Place, Start
 from tests.support.round_cluster import round_cluster
 
 
@@ -94,11 +94,3 @@ def test_messages_in_one_direction_take_their_turns(
     parts += [Part("recv", peer, n * 500_000, "bfloat16") for peer, n in zip((4, 8), received)]
     start = Start(1, "p2p", "pp", (0, 4, 8, 12), Place("", 0, ""), parts=tuple(parts))
     assert costs.start_s(start, 0)[0] == pytest.approx(microseconds * 1e-6)
-
-
-def test_kernels_of_parts_within_parts_count() -> None:
-    kernel = Kernel("mm", "product", (1, 2, 2, 2), "complex64", 16, 96, Place("", 0, ""))
-    sent = Passed((Passed((kernel,), 0, closed=True),), 1)
-    times = costs_of(run_of("dp=2"))
-    Programs(times, [], 0.0).program(Trace(0, events=[sent]))
-    assert times.dtypes == {"complex64"}

@@ -54,8 +54,7 @@ class Changes(NamedTuple):
 
 def changes_of(record: RankRecord) -> list[Changes]:
     """Returns the changes of memory in each part of a rank's step."""
-    numbers = [*itertools.chain(*record.order)]
-    parts = {n: part for n in {*numbers} if (part := record.step.parts[n]).kind != "start"}
+    parts = {n: part for n in {*record.order} if (part := record.step.parts[n]).kind != "start"}
     changes = {}
     for number, part in parts.items():
         some = [event for event in part.events if isinstance(event, Held)]
@@ -65,7 +64,7 @@ def changes_of(record: RankRecord) -> list[Changes]:
             np.array([_NUMBERS[one.kind] for one in some], dtype=np.int64),
             [one.doing for one in some],
         )
-    return [changes[number] for number in numbers if number in changes]
+    return [changes[number] for number in record.order if number in changes]
 
 
 @dataclass(frozen=True)

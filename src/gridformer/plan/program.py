@@ -9,7 +9,6 @@ is idle.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -191,10 +190,17 @@ class Programs:
         return items + self.times.items(singles, trace.rank, only, trace.update > 0)
 
     def _passed(self, event: Passed, rank: int, last: bool) -> list[Item]:
-        """Returns the items of some parts, among which are blocks for what depends on nothing."""
+        """Returns the items of a part, which is one block if it depends on no other rank."""
         key = id(event.events), last
         if key not in self._parts:
-            self._parts[key] = self._items(event, rank, last)
+            starts = (one for one in event.events if isinstance(one, Start))
+            alone = all(len(self._ranks.intersection(one.ranks)) < 2 for one in starts)
+            block = event.closed and alone and not self.whole
+            self._parts[key] = (
+                [self._block(event, rank)]
+                if block
+                else self.times.items(event.events, rank, None, last)
+            )
         return [
             Send(event.number(item.number), *item[1:])
             if type(item) is Send
@@ -203,19 +209,6 @@ class Programs:
             else item
             for item in self._parts[key]
         ]
-
-    def _items(self, event: Passed, rank: int, last: bool) -> list[Item]:
-        starts = (one for one in event.events if isinstance(one, Start))
-        alone = all(len(self._ranks.intersection(one.ranks)) < 2 for one in starts)
-        if event.closed and alone and not self.whole:
-            return [self._block(event, rank)]
-        items: list[Item] = []
-        for nested, some in itertools.groupby(event.events, lambda one: isinstance(one, Passed)):
-            if nested:
-                items += [item for one in some for item in self._passed(one, rank, last)]  # type: ignore[arg-type]
-            else:
-                items += self.times.items(some, rank, None, last)
-        return items
 
     def _block(self, event: Passed, rank: int) -> Block:
         items = self.times.items(event.events, rank, OnlyLayers() if self.layers_only else None)

@@ -10,7 +10,7 @@ Events are named tuples, because there are hundreds of thousands of them in deep
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from gridformer.utils.errors import UserError
@@ -204,7 +204,7 @@ SingleEvent = Start | Wait | Kernel | Read
 
 @dataclass(slots=True, eq=False)
 class Passed:
-    """Parts of a step that occur several times together, such as a pass with what it sends.
+    """A part of a step that occurs several times, such as a pass.
 
     Attributes:
         events: What happens. All occurrences share this object. The messages that it starts are
@@ -214,7 +214,7 @@ class Passed:
         closed: Whether it waits for what it starts, and for nothing else.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[SingleEvent, ...]
     first: int
     others: Sequence[int] = ()
     closed: bool = False
@@ -223,16 +223,10 @@ class Passed:
         """Returns the number on this rank of a message that has a number in `events`."""
         return self.first + own if own >= 0 else self.others[~own]
 
-    def unfolded(self, seen: set[int] | None = None) -> Iterator[SingleEvent]:
-        """Yields its events with the numbers of this rank; see `Trace.unfolded` for `seen`."""
-        if seen is not None and self.closed:
-            if id(self.events) in seen:
-                return
-            seen.add(id(self.events))
+    def unfolded(self) -> Iterator[SingleEvent]:
+        """Yields its events with the numbers of this rank."""
         for event in self.events:
-            if isinstance(event, Passed):
-                yield from replace(event, first=self.first + event.first).unfolded(seen)
-            elif isinstance(event, Start):
+            if isinstance(event, Start):
                 yield event.numbered(self.number(event.number))
             elif isinstance(event, Wait):
                 yield Wait(self.number(event.number), event.place)
@@ -283,4 +277,10 @@ class Trace:
             once: Whether a part that waits for all that it starts, and for nothing else, is left
                 out when it occurs again.
         """
-        return Passed(tuple(self.events), 0).unfolded(set() if once else None)
+        seen: set[int] = set()
+        for event in self.events:
+            if not isinstance(event, Passed):
+                yield event
+            elif not (once and event.closed and id(event.events) in seen):
+                seen.add(id(event.events))
+                yield from event.unfolded()

@@ -21,10 +21,7 @@ from gridformer.parallel.pipeline.stages import inputs_of
 from gridformer.record.step import MESSAGES, PASSES, StepPart
 
 _MOST = 12  # micro-batches of a short schedule
-# The kind of a part, and what else decides what it records. Parts that occur together, such as a
-# pass with what it receives and sends, are one tuple of keys.
-PartKey = tuple[Hashable, ...]
-PartKeys = list[tuple[PartKey, ...]]
+PartKey = tuple[Hashable, ...]  # the kind of a part, and what else decides what it records
 
 
 class ShortSchedule(NamedTuple):
@@ -34,8 +31,8 @@ class ShortSchedule(NamedTuple):
     """
 
     itinerary: Itinerary
-    keys: PartKeys
-    schedules: list[PartKeys | None]
+    keys: list[PartKey]
+    schedules: list[list[PartKey] | None]
 
 
 def shortened(
@@ -59,11 +56,11 @@ def shortened(
     orders = orders if training else forwards(orders)
     wholes = [Itinerary.of(orders, index, k * pp) for index in indices]
     schedules = [keys_of(whole, pp, alike) for whole in wholes]
-    wanted = [{key for group in {*keys} for key in group} for keys in schedules]
+    wanted = [{*keys} for keys in schedules]
     short, best, there, most = wholes[0], schedules[0], wanted[0], 0
     for other in _with_few_micro_batches(wholes[0], m, pp, alike):
         keys = keys_of(other, pp, alike)
-        kinds = {key for group in keys for key in group}
+        kinds = {*keys}
         covered = sum(one <= kinds for one in wanted) if wanted[0] <= kinds else 0
         if covered > most:
             short, best, there, most = other, keys, kinds, covered
@@ -137,7 +134,7 @@ def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
     return [*places.values()]
 
 
-def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
+def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> list[PartKey]:
     """Returns the keys of the parts of a rank's step in a pipeline of `pp` ranks, in order."""
     queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
     sender = {action: peer for peer, coming in itinerary.arrivals.items() for action in coming}
@@ -148,7 +145,7 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
     seen: set[tuple[str, int]] = set()
     micros: set[int] = set()
     ended = 0
-    keys: PartKeys = []
+    keys: list[PartKey] = []
 
     def like(stage: int) -> int:
         return alike[stage // pp]
@@ -167,40 +164,40 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> PartKeys:
             yield f"{message.kind} sent", like(stage), nth
 
     for peer in queues:
-        keys += [(key,) for key in post(peer, not keys)]  # the first one has what comes before it
+        keys += post(peer, not keys)  # the first one has what comes before it
     for action in itinerary.actions:
         kind, stage, micro = action
-        group: list[PartKey] = []
         if (peer := sender.get(action, -1)) >= 0:
             while action not in posted[peer]:
-                group += post(peer)
-            group += post(peer)
+                keys += post(peer)
+            keys += post(peer)
             nth = posted[peer].index(action)
             del posted[peer][nth]
-            group.append(("recv", kind, like(stage), nth))
+            keys.append(("recv", kind, like(stage), nth))
             for message in itinerary.taken[action]:
-                group += end(message)
+                keys += end(message)
         ends, again = last.get(stage) == action, (kind, stage) in seen
         # The first pass of a stage adds to gradients that an earlier stage shares with it.
         begun = -1 if again else sum(kind == other for other, _ in seen)
         fresh = micro not in micros  # stamps of dropout are copied to the device
         # Sums that the last pass of a stage has begun end in the last passes of other stages.
-        group.append((kind, like(stage), begun, ends, fresh, not micros, ended * ends))
+        keys.append((kind, like(stage), begun, ends, fresh, not micros, ended * ends))
         ended += ends
         if action in itinerary.sends:
             message, peer = itinerary.sends[action]
             sent.setdefault(peer, []).append(message)
             sent_by[message] = peer, stage
-            group.append(("send", kind, like(stage)))
+            keys.append(("send", kind, like(stage)))
         seen.add((kind, stage))
         micros.add(micro)
-        keys.append(tuple(group))
-    return keys + [(key,) for message in [*sent_by] for key in end(message)]
+    for message in [*sent_by]:
+        keys += end(message)
+    return keys
 
 
 def in_order(
-    parts: Sequence[StepPart], short: PartKeys, schedule: PartKeys
-) -> list[tuple[int, ...]]:
+    parts: Sequence[StepPart], short: Sequence[PartKey], schedule: Sequence[PartKey]
+) -> list[int]:
     """Returns the numbers of the parts of a short step in the order of a rank's own schedule.
 
     Args:
@@ -211,12 +208,9 @@ def in_order(
     places = [i for i, part in enumerate(parts) if part.kind in (*PASSES, *MESSAGES)]
     kinds = {parts[i].kind for i in places}  # a rank without activations exchanges no messages
     numbers: dict[PartKey, int] = {}
-    mine = (key for group in short for key in group if key[0] in kinds)
-    for key, number in zip(mine, places, strict=True):
+    for key, number in zip((key for key in short if key[0] in kinds), places, strict=True):
         assert parts[number].kind == key[0]
         numbers.setdefault(key, number)
-    known = {group: tuple(numbers[k] for k in group if k[0] in kinds) for group in {*schedule}}
-    begin = [(i,) for i in range(places[0])]
-    passes = [known[group] for group in schedule if known[group]]
-    between = {*range(places[0], len(parts))} - {*places}
-    return [*begin, *passes, *((i,) for i in sorted(between))]
+    passes = [numbers[key] for key in schedule if key[0] in kinds]
+    others = {*range(places[0], len(parts))} - {*places}
+    return [*range(places[0]), *passes, *sorted(others)]

@@ -54,12 +54,12 @@ class RankRecord:
     Attributes:
         trace: Its trace; without events if only memory was asked for.
         step: The record of a step that has the parts of this one.
-        order: The numbers of the parts, in order; those that occur together in one tuple.
+        order: The numbers of the parts, in order.
     """
 
     trace: Trace
     step: StepRecord
-    order: Sequence[tuple[int, ...]]
+    order: Sequence[int]
 
 
 def trace_rank(
@@ -178,7 +178,7 @@ class _Line:
             traces = (replace(longer.trace, rank=rank) for rank in self.ranks)
             return [RankRecord(trace, longer, []) for trace in traces]
         if self.how.extent == "complete":
-            return [RankRecord(longer.trace, longer, [tuple(range(len(longer.parts)))])]
+            return [RankRecord(longer.trace, longer, range(len(longer.parts)))]
         record = self._with_layers(records)
         composer = _Composer(record, self._stages)
         ranks = []
@@ -230,7 +230,7 @@ class _Line:
         alike = [held.index(stage) for stage in held]
         return shortened(self.run.layout, places, self.how.training, alike)
 
-    def _orders(self, parts: Sequence[StepPart]) -> list[list[tuple[int, ...]] | None]:
+    def _orders(self, parts: Sequence[StepPart]) -> list[list[int] | None]:
         """Returns the numbers of the parts of each rank; None if it has others."""
         layout = self.run.layout
         if layout.pp > 1:
@@ -242,11 +242,11 @@ class _Line:
         if layout.micro_batches > _FEW:
             again = passes[each : 2 * each] * (layout.micro_batches - _FEW)
             order[passes[2 * each] : passes[2 * each]] = again
-        return [[(number,) for number in order]]
+        return [order]
 
 
-class _Group(NamedTuple):
-    """Parts of a step that occur together.
+class _Part(NamedTuple):
+    """A part of the steps of a rank.
 
     Attributes:
         events: See `Passed`.
@@ -256,7 +256,7 @@ class _Group(NamedTuple):
             for a start; the number in `events`.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[SingleEvent, ...]
     n_starts: int
     crossing: list[tuple[object, int, int]]
 
@@ -278,9 +278,9 @@ class _Composer:
         self._used = {start.group for start in starts}
         self._summed = {start.group for start in starts if start.op != "p2p"}
         self._moved: Callable[[Start], Start] = lambda start: start
-        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._known: dict[int, _Part] = {}
 
-    def trace(self, rank: int, order: Sequence[tuple[int, ...]]) -> Trace | None:
+    def trace(self, rank: int, order: Sequence[int]) -> Trace | None:
         """Returns the trace of a rank whose step has the parts in an order.
 
         It is None if a group of some stages, such as those that share a parameter, has not this
@@ -307,83 +307,63 @@ class _Composer:
             parts = tuple(part._replace(peer=there(part.peer)) for part in start.parts)
             return start._replace(group=name, ranks=ranks, parts=parts)
 
-        self._moved, self._groups = moved, {}
+        self._moved, self._known = moved, {}
         events, update = self._events(order)
         return replace(one, rank=rank, events=events, update=update)
 
-    def _events(self, order: Sequence[tuple[int, ...]]) -> tuple[list[Event], int]:
+    def _events(self, order: Sequence[int]) -> tuple[list[Event], int]:
         """Returns the events of the parts in an order, and where the update begins."""
         kinds = [part.kind for part in self._recorded.parts]
         left: dict[object, deque[int]] = defaultdict(deque)
         events: list[Event] = []
         begun, update, times = 1, 0, Counter(order)
-        for numbers in order:
-            if kinds[numbers[0]] == "add up gradients":
+        for number in order:
+            if kinds[number] == "add up gradients":
                 update = len(events)
-            group = self._groups.get(numbers)
-            if group is None:
-                group = self._groups[numbers] = self._group(numbers, left)
+            part = self._known.get(number)
+            if part is None:
+                part = self._known[number] = self._part(self._parts[number], left)
             others = []
-            for like, nth, own in group.crossing:
+            for like, nth, own in part.crossing:
                 if nth < 0:
                     left[like].append(begun + own)
                 else:
                     others.append(left[like][nth])
                     del left[like][nth]
-            passed = Passed(group.events, begun, others, not group.crossing)
-            begun += group.n_starts
-            if times[numbers] > 1:
+            passed = Passed(part.events, begun, others, not part.crossing)
+            begun += part.n_starts
+            if times[number] > 1:
                 events.append(passed)
             else:
                 events += passed.unfolded()
         return events, update
 
-    def _group(self, numbers: tuple[int, ...], left: Mapping[object, Sequence[int]]) -> _Group:
-        """Returns some parts as a group.
-
-        Args:
-            numbers: The numbers of the parts.
-            left: The messages that are waited for where it begins for the first time.
-        """
+    def _part(
+        self, events: Sequence[SingleEvent | Awaited], left: Mapping[object, Sequence[int]]
+    ) -> _Part:
+        """Returns a part; `left` are the messages waited for where it first begins."""
         queues: dict[object, list[int | None]] = {}  # None stands for what was started before
         open_: set[int] = set()  # the messages that it starts and that nothing has waited for
         crossing: list[tuple[object, int, int]] = []
         n_starts = n_others = 0
-        events: list[Event] = []
-        for number in numbers:
-            mine: list[SingleEvent] = []
-            first, closed = n_starts, True
-            for event in self._parts[number]:
-                if isinstance(event, Start | Awaited):
-                    queue = queues.setdefault(event.like, [None] * len(left.get(event.like, ())))
-                if isinstance(event, Start):
-                    queue.append(n_starts)
-                    open_.add(n_starts)
-                    crossing.append((event.like, -1, n_starts))
-                    mine.append(self._moved(event).numbered(n_starts))
-                    n_starts += 1
-                elif isinstance(event, Awaited):
-                    own = queue.pop(event.nth)
-                    if own is None:
-                        n_others += 1
-                        own = -n_others
-                        crossing.append((event.like, event.nth, own))
-                    open_.discard(own)
-                    closed &= own >= first
-                    mine.append(Wait(own, event.place))
-                else:
-                    assert not isinstance(event, Held)
-                    mine.append(event)
-            if closed and mine and len(numbers) > 1 and not any(own >= first for own in open_):
-                relative = tuple(
-                    event._replace(number=event.number - first)
-                    if isinstance(event, Start | Wait)
-                    else event
-                    for event in mine
-                )
-                events.append(Passed(relative, first, closed=True))
-            else:
-                events += mine
-        return _Group(
-            tuple(events), n_starts, [one for one in crossing if one[2] < 0 or one[2] in open_]
-        )
+        numbered: list[SingleEvent] = []
+        for event in events:
+            if isinstance(event, Start | Awaited):
+                queue = queues.setdefault(event.like, [None] * len(left.get(event.like, ())))
+            if isinstance(event, Start):
+                queue.append(n_starts)
+                open_.add(n_starts)
+                crossing.append((event.like, -1, n_starts))
+                event = self._moved(event).numbered(n_starts)
+                n_starts += 1
+            elif isinstance(event, Awaited):
+                own = queue.pop(event.nth)
+                if own is None:
+                    n_others += 1
+                    own = -n_others
+                    crossing.append((event.like, event.nth, own))
+                open_.discard(own)
+                event = Wait(own, event.place)
+            numbered.append(event)
+        crosses = [one for one in crossing if one[2] < 0 or one[2] in open_]
+        return _Part(tuple(numbered), n_starts, crosses)
