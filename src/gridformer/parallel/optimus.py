@@ -157,15 +157,10 @@ class Optimus(SchemeSpec):
             plain.columns = (axes.col.index, axes.col.size)
 
         roles |= {
-            "opening": linear,
-            "closing": linear,
-            "pooler": linear,
-            "transform": linear,
+            **dict.fromkeys(("opening", "closing", "pooler", "transform"), linear),
             "norm": norm,
             "head_norm": ParamPlacement((None,), copies="grid", partial=True),
-            "positions": over_columns,
-            "segments": over_columns,
-            "relative_bias": over_columns,
+            **dict.fromkeys(("positions", "segments", "relative_bias"), over_columns),
             "sinusoidal_positions": waves,
             "token_head": roles["label_head"],
             **token_roles(axes, tokens_of(axes, False), axes.col.index, axes.col.index),

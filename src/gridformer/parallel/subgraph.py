@@ -217,10 +217,7 @@ class Branched(SchemeSpec):
                 plain.sample_block = branch.index  # it gets the samples of all g processes
 
         roles: dict[str, Any] = {
-            "opening": linear,
-            "closing": linear,
-            "pooler": linear,
-            "transform": linear,
+            **dict.fromkeys(("opening", "closing", "pooler", "transform"), linear),
             "attention": attention,
             "head_norm": ParamPlacement((None,), copies="branch", partial=True),
             "relative_bias": ParamPlacement((None, "branch")),
@@ -228,20 +225,16 @@ class Branched(SchemeSpec):
         if not first:
             roles["padding_mask"] = lambda plain: GatheredMask(branch)
             roles["attending_rows"] = lambda plain: GatheredRows(branch)
+        heads_and_losses = "tied_head", "cross_entropy", "label_loss", "classifier", "span_head"
         if absent:
             roles |= {
                 "feed_forward": feed_forward,
-                "norm": nothing,
-                "dropout": nothing,
-                "token_embedding": lambda plain: NoEmbedding(width),
-                "segments": lambda plain: NoEmbedding(width),
-                "positions": lambda plain: NoPositions(width),
-                "sinusoidal_positions": lambda plain: NoPositions(width),
-                "tied_head": lambda plain: Elsewhere(),
-                "cross_entropy": lambda plain: Elsewhere(),
-                "label_loss": lambda plain: Elsewhere(),
-                "classifier": lambda plain: Elsewhere(),
-                "span_head": lambda plain: Elsewhere(),
+                **dict.fromkeys(("norm", "dropout"), nothing),
+                **dict.fromkeys(("token_embedding", "segments"), lambda _: NoEmbedding(width)),
+                **dict.fromkeys(
+                    ("positions", "sinusoidal_positions"), lambda _: NoPositions(width)
+                ),
+                **dict.fromkeys(heads_and_losses, lambda _: Elsewhere()),
             }
         # The first sub-grid recomputes a block to its last product, or to its end; the others must
         # recompute as far.

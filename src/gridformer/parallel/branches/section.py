@@ -14,15 +14,15 @@ al. 2021) calls segmented; all other cases use point-to-point messages, all post
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gridformer import comm
+from gridformer.comm.autograd import pair
 from gridformer.mesh import Axis
 
 
@@ -297,8 +297,7 @@ def split_or_slice(x: Tensor, section: Section, columns: Columns | None, n_sampl
     """Differentiable `Section.spread`: forward split (or slice), backward sum (or concat)."""
     there = partial(section.spread, columns=columns, n_samples=n_samples)
     back = partial(section.collect, columns=columns, n_samples=n_samples)
-    out: Tensor = _End.apply(x, None, there, back)
-    return out
+    return pair(x, section.world, there, back)
 
 
 def sum_or_concat(z: Tensor, section: Section, columns: Columns | None, n_samples: int) -> Tensor:
@@ -307,30 +306,11 @@ def sum_or_concat(z: Tensor, section: Section, columns: Columns | None, n_sample
     The result always requires a gradient if gradients are enabled. So all processes take part in
     the backward pass, even if the branches of a sub-grid have no parameters.
     """
+    if torch.is_grad_enabled() and not z.requires_grad:
+        z = z.detach().requires_grad_()
     there = partial(section.collect, columns=columns, n_samples=n_samples)
     back = partial(section.spread, columns=columns, n_samples=n_samples)
-    anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
-    out: Tensor = _End.apply(z, anchor, there, back)
-    return out
-
-
-class _End(torch.autograd.Function):
-    """One end of a section: a linear map forward, its transpose backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        anchor: Tensor | None,
-        there: Callable[[Tensor], Tensor],
-        back: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.back(grads[0]), None, None, None
+    return pair(z, section.world, there, back)
 
 
 def _with(x: Tensor, dim: int, size: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ sent, with uninitialized content, because their receives may be posted.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -145,45 +145,6 @@ class Executor:
                 left -= completed[action]
         return completed
 
-    def empty_inputs(self, action: Action, batch: Batch) -> dict[str, Tensor]:
-        """Allocates by name the inputs of a forward pass, or a backward pass's output gradients."""
-        return self.stage_io.entering(action.stage + (action.kind == "backward"), batch)
-
-    def enter(
-        self, action: Action, entered: dict[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Puts autograd leaves in front of what entered a stage; returns them and what it reads."""
-        # Each leaf holds a single element.
-        leaves = {n: x.new_empty(()).expand(x.shape).requires_grad_() for n, x in entered.items()}
-        return leaves, {name: _Enter.apply(leaves[name], x) for name, x in entered.items()}
-
-    def forward(
-        self, action: Action, batch: Batch, entering: Activations, finish: Finish
-    ) -> tuple[Activations, list[Any]]:
-        """Runs the forward pass of an action; activations are taken out of `entering`.
-
-        Returns:
-            The activations that leave the stage, and the roots of its backward pass: the loss, or
-            edges of the graph, because the backward pass needs none of the tensors that are sent.
-        """
-        links = [self.links[i].name for i in self.model.stages[action.stage]]
-        leaving = self.model.run(batch, entering, links)
-        if action.stage == len(self.model.stages) - 1:
-            assert leaving.hidden is not None
-            return leaving, [finish(leaving.hidden, batch)]
-        made = [getattr(leaving, name) for name in self.stage_io.names(action.stage + 1)]
-        return leaving, [get_gradient_edge(x) for x in made] if torch.is_grad_enabled() else []
-
-    def backward(
-        self,
-        action: Action,
-        leaves: Mapping[str, Tensor],
-        roots: list[Any],
-        grads: list[Tensor] | None,
-    ) -> None:
-        """Runs the backward pass of an action, which gives the leaves their gradients."""
-        torch.autograd.backward(roots, grads)
-
     def timed(self, kind: str, action: Action) -> AbstractContextManager[None]:
         """Reports the enclosed work as an `Event` of that kind."""
         return timed(self.on_action, kind, action.stage, action.micro, self._on_gpu)
@@ -249,17 +210,26 @@ class _Run:
             if stage < len(self.model.stages) - 1:
                 self._send_empty(action, stage + 1)
             return
-        leaves: dict[str, Tensor] = {}
-        if self.training:
-            leaves, entered = self.executor.enter(action, entered)
+        leaves = {}
+        if self.training:  # each leaf holds a single element; no name here keeps an input
+            leaves = {
+                n: x.new_empty(()).expand(x.shape).requires_grad_() for n, x in entered.items()
+            }
+            entered = {name: _Enter.apply(leaves[name], x) for name, x in entered.items()}
         with self.executor.timed("forward", action):
             self.model.dropout_rng.at(micro.rows)
             entering = Activations(**entered)
             del entered
-            leaving, roots = self.executor.forward(action, micro.batch, entering, self.finish)
-            last = stage == len(self.model.stages) - 1
-            names = () if last else self.stage_io.names(stage + 1)
-            made = [getattr(leaving, name) for name in names]
+            links = [self.executor.links[i].name for i in self.model.stages[stage]]
+            leaving = self.model.run(micro.batch, entering, links)
+            last, made, roots = stage == len(self.model.stages) - 1, [], list[Any]()
+            if last:
+                assert leaving.hidden is not None
+                roots = [self.finish(leaving.hidden, micro.batch)]
+            else:
+                made = [getattr(leaving, name) for name in self.stage_io.names(stage + 1)]
+                if torch.is_grad_enabled():  # edges: backward needs none of the tensors sent
+                    roots = [get_gradient_edge(x) for x in made]
             del entering, leaving
         if not last:
             self._send(action, made)
@@ -280,7 +250,7 @@ class _Run:
             last = completed is not None
             reached = completed if last else self.executor.parameters[action.stage]
             with self.executor.sums.backward(last, reached):
-                self.executor.backward(action, leaves, roots, grads)
+                torch.autograd.backward(roots, grads)
             made = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves.values()]
             del grads, leaves, roots
         if action.stage:
@@ -326,7 +296,9 @@ class _Run:
             self._coming[action] = entering, pending
 
     def _empty_inputs(self, action: Action) -> dict[str, Tensor]:
-        return self.executor.empty_inputs(action, self.work[action.micro].batch)
+        """Allocates by name the inputs of a forward pass, or a backward pass's output gradients."""
+        stage = action.stage + (action.kind == "backward")
+        return self.stage_io.entering(stage, self.work[action.micro].batch)
 
     def _finish_send(self, message: Action) -> None:
         """Waits for a message that its reader has received, and frees its memory."""
