@@ -246,18 +246,6 @@ def test_explanation_of_a_bunched_grid() -> None:
     ]
 
 
-def test_plain_order_is_always_in_the_table() -> None:
-    sizes, traffic = (1, 4, 8, 8), {"dp": 40 * MIB, "row": 8 * MIB, "col": 8 * MIB}
-    candidates = search_blocks(sizes, traffic, 8)
-    rows = explain(candidates, sizes, 8, few=2).splitlines()[2:-1]
-    assert [" ".join(row.split()) for row in rows] == [
-        "> dp 4 x 1x2 0 64 32 96 1.00 8",
-        "dp 4 x 2x1 0 32 64 96 1.00 8",
-        "1x8 of the grid (rows in order) 320 64 0 384 4.00 8",
-    ]
-    assert len(explain(candidates, sizes, 8, few=99).splitlines()) == len(candidates) + 3
-
-
 @pytest.mark.parametrize(
     ("sizes", "k", "traffic", "text"),
     [

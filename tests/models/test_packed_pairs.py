@@ -11,7 +11,7 @@ from torch import Tensor
 from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model
-from gridformer.models.blocks import SinusoidalPositions, scores
+from gridformer.models.blocks import SinusoidalPositions
 from gridformer.models.blocks.scores import document_bounds
 from gridformer.parallel import build_parallel
 from gridformer.utils.batch import IGNORE, Batch
@@ -156,15 +156,6 @@ def test_a_packed_batch_equals_torchs_transformer_on_each_pair() -> None:
         future = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
         hidden = theirs(embed(source), embed(tokens), tgt_mask=future)[0]
         assert_close(logits[row, of_target].detach(), (hidden @ table.t()).detach())
-
-
-def test_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask of all queries never exists, and the gradients are the same."""
-    model, batch = build("transformer"), packed()
-    want = loss_and_gradients(model, batch)
-    monkeypatch.setattr(scores, "QUERIES", 5)
-    monkeypatch.setattr(scores, "same_document", None)  # which makes the whole mask
-    assert_same(loss_and_gradients(model, batch), want)
 
 
 def test_bounds() -> None:

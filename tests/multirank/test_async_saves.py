@@ -1,6 +1,5 @@
 """Checkpoints that are written while training goes on hold what there was at their step."""
 
-import shutil
 import threading
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,9 +10,7 @@ import torch.distributed as dist
 
 from gridformer.checkpoint import checkpoint
 from gridformer.checkpoint import save as saving
-from gridformer.checkpoint.copies import fetch_newest
 from gridformer.checkpoint.manifest import Manifest, verify_checkpoint
-from gridformer.checkpoint.store import RemoteStore
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.trainer import Trainer
@@ -148,27 +145,3 @@ def test_an_error_on_one_rank_waits_for_the_save_under_way(
         pool.run(2, fail_beside, plan, failing)
     (folder,) = (tmp_path / "checkpoints").iterdir()
     assert verify_checkpoint(folder).step == 3
-
-
-@pytest.mark.full
-def test_a_run_goes_on_elsewhere_from_copies_at_a_url(
-    pool: WorkerPool, token_folder: Path, tmp_path: Path
-) -> None:
-    layout = {"scheme": "optimus", "rows": 2, "cols": 2}
-    url = f"file://{tmp_path}/far"
-    whole, here, there = tmp_path / "whole", tmp_path / "here", tmp_path / "there"
-    how: dict[str, Any] = {"dtype": "float32", "save_every": 2}
-    pool.run(4, train, plan_of(token_folder, whole, layout, **how))
-    pool.run(4, train, plan_of(token_folder, here, layout, **how, checkpoint_to=url))
-    assert RemoteStore(url).complete() == [f"step-{step:08d}" for step in (2, 4, STEPS)]
-    RemoteStore(url).remove(f"step-{STEPS:08d}")
-    assert fetch_newest(url, there) is not None
-    shutil.copy(here / "metrics.jsonl", there)
-    plan = plan_of(token_folder, there, layout, **how, checkpoint_to=url)
-    assert plan.resume_step == 4
-    pool.run(4, train, plan)
-    assert losses(there) == losses(whole)
-    assert_same_bits(whole, there)
-    name = f"step-{STEPS:08d}"
-    shutil.copytree(tmp_path / "far" / name, tmp_path / "copy" / "checkpoints" / name)
-    assert_same_bits(whole, tmp_path / "copy")

@@ -192,9 +192,7 @@ def test_many_collectives_may_be_in_flight(pool: WorkerPool, way: str) -> None:
 
 NARROW: list[dict[str, Any]] = [
     {"scheme": "optimus", "rows": 1, "cols": 2, "dp": 2},
-    {"scheme": "optimus", "rows": 2, "cols": 1, "dp": 2},
     {"scheme": "optimus", "rows": 2, "cols": 2},
-    {"scheme": "megatron", "cols": 2, "dp": 2},
     {"scheme": "megatron", "cols": 2, "dp": 2, "sequence_parallel": True},
     {"scheme": "subgraph", "branches": 2, "dp": 2},
     {"scheme": "optimus", "rows": 1, "cols": 2, "schedule": "broadcast", "dp": 2},
@@ -205,7 +203,7 @@ NARROW: list[dict[str, Any]] = [
 @pytest.mark.parametrize("way", ["gloo", "nccl"])
 @pytest.mark.parametrize(
     "layout",
-    full_unless(lambda layout: layout in (NARROW[0], NARROW[2]), NARROW),
+    full_unless(lambda layout: layout in NARROW[:2], NARROW),
     ids=lambda layout: "-".join(map(str, layout.values())),
 )
 def test_a_device_may_hold_one_column(pool: WorkerPool, layout: dict[str, Any], way: str) -> None:
@@ -279,10 +277,7 @@ INTERLEAVED: Layout = {"pp": 4, "stages_per_rank": 2, "micro_batches": 8}
 LAYOUTS: list[Layout] = [
     INTERLEAVED,
     {"pp": 4, "micro_batches": 6, "pipeline": "1f1b"},
-    {"pp": 4, "micro_batches": 6, "pipeline": "gpipe"},
     {"pp": 5, "micro_batches": 6, "pipeline": "1f1b"},
-    {"pp": 3, "stages_per_rank": 2, "micro_batches": 6},
-    {"pp": 2, "stages_per_rank": 2, "micro_batches": 4},
     {"pp": 2, "stages_per_rank": 3, "micro_batches": 4, "dp": 2},
 ]
 N_LAYERS = 8  # enough stages for all layouts

@@ -50,37 +50,31 @@ LLAMA_LAYOUTS: list[dict[str, Any]] = [
     {"scheme": "subgraph", "branches": 4, "common": "first"},
 ]
 
-QUICK_SCORES: list[dict[str, Any]] = [
+QUICK: list[dict[str, Any]] = [
     {"scheme": "optimus", "rows": 2, "cols": 2, "micro_batches": 2},
+    {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2},
+]
+QUICK_SCORES: list[dict[str, Any]] = [
     {"scheme": "megatron", "cols": 2, "dp": 2, "sequence_parallel": True},
     {"scheme": "optimus", "rows": 2, "cols": 2, "stationary": "weight"},
     {"scheme": "single", "pp": 2, "micro_batches": 3},
 ]
-QUICK: list[dict[str, Any]] = [
-    {"scheme": "optimus", "rows": 2, "cols": 2},
-    {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2},
-]
 LAYOUTS: list[dict[str, Any]] = [
     *QUICK,
+    *QUICK_SCORES,
     {"scheme": "megatron_2d", "rows": 2, "cols": 2},
-    {"scheme": "optimus", "rows": 2, "cols": 2, "stationary": "weight"},
     {"scheme": "optimus", "rows": 1, "cols": 3, "stationary": "weight", "pp": 2},
     {"scheme": "optimus", "rows": 2, "cols": 2, "stationary": "weight", "sequence_parallel": True},
-    {"scheme": "single", "dp": 2, "dp_mode": "fsdp"},
     {"scheme": "single", "pp": 2, "stages_per_rank": 2},
     {"scheme": "megatron", "cols": 2, "dp": 2, "dp_mode": "fsdp"},
-    {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
-    {"scheme": "megatron", "cols": 2, "pp": 2},
-    {"scheme": "megatron_2d", "rows": 1, "cols": 3},
+    {"scheme": "megatron", "cols": 4, "pp": 2, "sequence_parallel": True},
     {"scheme": "megatron_2d", "rows": 3, "cols": 1, "dp": 2, "dp_mode": "fsdp"},
     {"scheme": "optimus", "rows": 2, "cols": 3, "schedule": "pipelined"},
     {"scheme": "optimus", "rows": 4, "cols": 1, "schedule": "broadcast", "stationary": "input"},
-    {"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2, "dp": 2},
     {"scheme": "optimus", "rows": 1, "cols": 2, "keep_gathered": "all"},
     {"scheme": "subgraph", "branches": 2, "dp": 2},
     {"scheme": "subgraph", "branches": 3, "attention": "outside", "feed_forward": "common"},
-    {"scheme": "subgraph", "branches": 2, "common": "first", "attention": "outside"},
-    {"scheme": "subgraph", "branches": 4, "common": "first"},
+    {"scheme": "subgraph", "branches": 4, "common": "first", "attention": "outside"},
 ]
 
 
@@ -158,9 +152,7 @@ def test_a_llama_says_the_same_on_every_layout(pool: WorkerPool, layout: dict[st
 
 
 @pytest.mark.parametrize(
-    "layout",
-    full_unless(lambda layout: layout in QUICK_SCORES, [*QUICK_SCORES, *LAYOUTS]),
-    ids=name_of,
+    "layout", full_unless([*QUICK, *QUICK_SCORES].__contains__, LAYOUTS), ids=name_of
 )
 def test_every_layout_gives_the_likelihoods_of_one_device(
     pool: WorkerPool, layout: dict[str, Any]
@@ -222,15 +214,12 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("t5", {"scheme": "megatron_2d", "rows": 2, "cols": 2}),
     ("t5", {"scheme": "megatron", "cols": 2, "pp": 2}),
     ("t5", {"scheme": "single", "pp": 3, "stages_per_rank": 2}),
-    ("t5", {"scheme": "subgraph", "branches": 2, "dp": 2, "dp_mode": "fsdp"}),
     ("t5", {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2}),
     ("transformer", {"scheme": "megatron", "cols": 4, "sequence_parallel": True}),
     ("transformer", {"scheme": "optimus", "rows": 2, "cols": 1, "schedule": "pipelined"}),
     ("transformer", {"scheme": "subgraph", "branches": 3, "attention": "outside"}),
-    ("transformer", {"scheme": "optimus", "rows": 2, "cols": 2, "keep_gathered": "all"}),
     ("bert", {"scheme": "optimus", "rows": 2, "cols": 2}),
     ("bert", {"scheme": "megatron", "cols": 4, "sequence_parallel": True}),
-    ("bert", {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2}),
     ("t5", {"scheme": "optimus", "rows": 2, "cols": 2, "stationary": "weight"}),
     ("bert", {"scheme": "optimus", "rows": 2, "cols": 2, "stationary": "weight"}),
 ]
@@ -270,7 +259,7 @@ class Letters:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    full_unless(lambda case: case in (OTHERS[5], OTHERS[10], OTHERS[-2]), OTHERS, unpack=True),
+    full_unless(lambda case: case in (OTHERS[4], OTHERS[8], OTHERS[-2]), OTHERS, unpack=True),
     ids=str,
 )
 def test_other_families_say_the_same_on_every_layout(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gridformer import comm
-from gridformer.comm import Pending, record_messages
+from gridformer.comm import Pending
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.parallel import build_parallel
@@ -20,7 +20,6 @@ from gridformer.parallel.data import gradients as reductions
 from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.parallel.data.gradients import GradientSums, reduce_gradients
 from gridformer.train.step import Stepper
-from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless
 from tests.support.multirank.exactness import (
     CPU,
@@ -52,53 +51,6 @@ def sample_part(axes: Axes, micro: int = 0) -> Tensor:
     """Return this rank's samples of a micro-batch."""
     batch = batch_of(micro, CONFIG, B).chunk(axes.dp.size)[axes.dp.index]
     return batch.chunk(axes.batch.size)[axes.batch.index]
-
-
-# --------------------------------------------------- overlap
-
-
-def sent_when(layout: Layout, micro_batches: int) -> tuple[list[int], list[int], int]:
-    """Return the sums in flight when the first layer's gradient came and when the pass ended.
-
-    The first list has an entry for each micro-batch, the second one for each pass that sends; the
-    last number is that of the whole step.
-    """
-    model, axes, _ = built(layout, CONFIG, "float64")
-    early: list[int] = []
-    late: list[int] = []
-
-    with record_messages() as recorder:
-
-        def sent() -> int:
-            return recorder.count("gradients").total()
-
-        first = model.get_parameter("layers.0.attention.qkv.weight")
-        first.register_post_accumulate_grad_hook(lambda _: early.append(sent()))
-        stepper = Stepper(
-            model, TrainConfig(global_batch=2 * B), axes, LayoutConfig(micro_batches=micro_batches)
-        )
-        reduced = reductions.reduce_gradients
-
-        def reduce(*args: Any) -> None:
-            late.append(sent())
-            reduced(*args)
-
-        with patch("gridformer.train.step.reduce_gradients", reduce):
-            stepper(0, lambda rows: next_words(batch_of(0, CONFIG, 2 * B)[rows]))
-    return early, late, sent()
-
-
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("layout", [DATA, SUPER, FIRST], ids=short)
-def test_sums_begin_before_the_backward_pass_has_ended(
-    pool: WorkerPool, layout: Layout, micro_batches: int
-) -> None:
-    """Sums start during the last micro-batch only, and all have started when it ends."""
-    n = LayoutConfig(**layout).n_processes
-    for early, (late,), total in pool.run(n, sent_when, layout, micro_batches):
-        assert early[:-1] == [0] * (micro_batches - 1)
-        assert 1 <= early[-1] < total
-        assert late == total
 
 
 def waits_in(layout: Layout, micro_batches: int) -> tuple[int, int, list[float]]:

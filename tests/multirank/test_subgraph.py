@@ -16,10 +16,7 @@ from gridformer.comm import Recorder, record_messages
 from gridformer.config import LayoutConfig, RunConfig, TrainConfig
 from gridformer.data.samples.order import Rows
 from gridformer.models import build_model
-from gridformer.parallel.auto.cost import Traffic
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.parallel.auto.heuristics import decide
-from gridformer.parallel.auto.products import Work
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import Batch, next_words
 from tests.support.marks import full_unless
@@ -31,7 +28,6 @@ from tests.support.multirank.volumes import B, passes
 CONFIG = tiny(max_seq_len=8)
 S, H = CONFIG.max_seq_len, CONFIG.hidden_size
 T = B * S
-LAYER = ("qkv", "out", "up", "down")
 OPS = {
     "all": {
         "split": "all_gather",
@@ -128,36 +124,6 @@ def test_layer_traffic_equals_the_formulas(pool: WorkerPool, n: int) -> None:
 
 
 # --------------------------------------------------- predicted volumes
-
-
-def agrees(found: Kinds, said: Traffic) -> None:
-    """Compare the traffic of products only; slices and results belong to no product.
-
-    `decide_run` below covers those.
-    """
-    products = {key: times for key, times in found.items() if key[0] == "product"}
-    moved = sum(elements * times for (_, _, elements), times in products.items())
-    assert moved == pytest.approx(said.col, rel=1e-9), "elements"
-    assert said.row == 0
-    assert sum(products.values()) == said.messages, "messages"
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_layer_traffic_equals_the_prediction(pool: WorkerPool, n: int) -> None:
-    """Check a process without common layers, where the two kinds differ: it receives the most."""
-    layouts = [layout for layout in LAYERS if n_of(layout) == n]
-    for found in pool.run(n, layers, layouts):
-        for layout, (branch, (forward, backward, *_)) in zip(layouts, found):
-            if layout["common"] == "first" and branch == 0:
-                continue
-            choices = decide(CONFIG, LayoutConfig(**layout), Work(tokens=T))
-            products = [choices[name] for name in LAYER]
-            nothing = Traffic(0, 0, 0)
-            try:
-                agrees(forward, sum((choices.forward(p) for p in products), nothing))
-                agrees(backward, sum((choices.backward(p) for p in products), nothing))
-            except AssertionError as error:
-                raise AssertionError(f"{short(layout)}: {error}") from error
 
 
 def one_step(layout: Layout, micro_batches: int) -> tuple[int, Recorder, Recorder]:
@@ -265,11 +231,6 @@ def test_gradients_of_branches_travel_among_those_that_hold_them(
         assert {r.size for r in gradients.records if r.axis == "dp"} <= {dp}
         assert {r.size for r in gradients.records if r.axis == "dp_branch"} <= {n}
 
-
-# --------------------------------------------------- messages
-
-
-# --------------------------------------------------- placement
 
 # --------------------------------------------------- placement
 

@@ -16,16 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gridformer import comm
 from gridformer.comm import record_messages
 from gridformer.config import RunConfig
-from gridformer.mesh import Axis
 from gridformer.parallel.axes import mesh_ranks
 from gridformer.parallel.branches import parallelize_branches
 from gridformer.parallel.validation import check_layout
-from gridformer.record.device import NAME, fake_gpu
-from gridformer.train import step as training_step
-from gridformer.utils.batch import Batch
+from gridformer.record.device import fake_gpu
 from gridformer.utils.errors import ConfigError
 from tests.support.fake_gpu import Step, Watch, fake_tensors, own_process, playing, step_of
 from tests.support.marks import full_unless
@@ -214,45 +210,3 @@ def test_a_network_with_branches_mixes_no_devices(gpu: InProcess, name: str, com
     for step in steps:
         assert len(step.threads) == 1
         assert step.over("branch", "world") == steps[0].over("branch", "world")
-
-
-def mix(device: str) -> None:
-    with fake_tensors():
-        x = torch.ones(2, 3, device=fake_gpu(), requires_grad=True)
-        y = (x * x).sum()
-        y.backward()
-        assert x.grad is not None
-        assert x.grad.device == x.device
-        _ = torch.ones((), device=device) / y
-
-
-def send(device: str) -> None:
-    with playing(0, 2), fake_tensors(), Watch():
-        comm.all_reduce(torch.ones(2, device=device), Axis("world", 2, 0))
-
-
-def test_what_a_gpu_refuses_is_refused(gpu: InProcess) -> None:
-    """Mixing a meta number with GPU tensors is refused, as is a message from host memory."""
-    with pytest.raises(RuntimeError, match=r"two (different )?devices,? meta(,| and) fakegpu:0"):
-        gpu(mix, "meta")
-    gpu(mix, "cpu")  # a number in the host's memory may be combined with GPU tensors
-    with pytest.raises(RuntimeError, match="a tensor on cpu is handed to NCCL"):
-        gpu(send, "cpu")
-    gpu(send, f"{NAME}:0")
-
-
-def step_that_waits_for_its_batch(run: RunConfig) -> Step:
-    def on_device(rows: Batch, device: torch.device) -> Batch:
-        return {key: value.to(device) for key, value in rows.items()}
-
-    with patch.object(training_step, "on_device", on_device):
-        return step_of(run, 0)
-
-
-def test_a_batch_for_which_the_host_waits_is_found(gpu: InProcess) -> None:
-    run = a_run({}, {"n_layers": 1, "max_seq_len": 8}, {"global_batch": 2})
-    found = gpu(step_that_waits_for_its_batch, run)
-    assert found.reads == [0, 0], "tokens and targets, before the first product"
-    assert all("train/step.py" in place for place in found.places)
-    with pytest.raises(AssertionError, match="the host waits"):
-        assert_on_one_device(run, [found])

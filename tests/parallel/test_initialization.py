@@ -45,32 +45,6 @@ def test_every_block_is_cut_from_the_same_model(layout: LayoutConfig, dtype: str
     assert seen == whole.keys()
 
 
-def test_transposed_blocks_are_stored_column_by_column() -> None:
-    """The values are the same, stored for products that read Wᵀ: its block is contiguous."""
-    axes = next(ranks(2, 3))
-
-    def block(transposed: bool) -> nn.Parameter:
-        module = nn.Module()
-        with torch.device("meta"):
-            module.weight = new_parameter(7, 10, init=Init(std=0.5))
-        shard_parameter(
-            module,
-            "weight",
-            ParamPlacement(("row", "col"), pad=(6, 6), transposed=transposed),
-            axes,
-        )
-        initialize(module, 1, CPU, torch.float64)
-        return module.get_parameter("weight")
-
-    plain, turned = block(False), block(True)
-    assert plain.shape == turned.shape == (6, 4)
-    assert torch.equal(plain, turned)
-    assert shard_of(turned).transposed
-    assert plain.stride() == (4, 1)
-    assert turned.stride() == (1, 6)
-    assert turned.t().is_contiguous()
-
-
 @pytest.mark.parametrize(
     ("stationary", "turned"),
     [
@@ -114,12 +88,6 @@ def test_values_are_the_stream_of_seed_and_name() -> None:
     torch.testing.assert_close(got, want, rtol=1e-15, atol=0)
 
 
-def test_float32_is_float64_rounded() -> None:
-    exact = values(dtype="float64")
-    for name, value in values().items():
-        assert torch.equal(value, exact[name].float()), name
-
-
 @pytest.mark.parametrize(("n_layers", "init_std"), [(1, 0.02), (8, 0.02), (2, 0.1)])
 def test_spread(n_layers: int, init_std: float) -> None:
     """The spread is 0.02 by default, times 1/sqrt(2 N) for residual projections."""
@@ -136,12 +104,6 @@ def test_spread(n_layers: int, init_std: float) -> None:
         assert abs(float(value.mean())) < 4.5 * error, name
         assert abs(float(value.std()) - std) < 4.5 * error / math.sqrt(2), name
         assert float(value.abs().max()) < 4.2 * std
-
-
-def test_bfloat16_computes_in_bfloat16_with_float32_parameters() -> None:
-    model = build_parallel(CONFIG, LayoutConfig(), Axes(), 1, CPU, "bfloat16")
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
 
 
 def test_filling_in_chunks_changes_nothing() -> None:

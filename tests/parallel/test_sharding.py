@@ -20,7 +20,6 @@ from gridformer.parallel.sharding import (
     info_of,
     shard_of,
     shard_parameter,
-    vocabulary_multiple,
 )
 from tests.support.layouts import LAYOUTS, name_of, ranks
 
@@ -165,18 +164,6 @@ def test_owners_of_a_model_hold_each_element_once(
     assert held.keys() == dict(plain.named_parameters()).keys()
     for name, parameter in plain.named_parameters():
         assert (tile(numbered(tuple(parameter.shape)), held[name]) == 1).all(), name
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_vocabulary_is_padded_as_the_layout_says(layout: LayoutConfig) -> None:
-    for model, axes in zip(shards_of(layout, 89, 24), ranks(layout.rows, layout.cols)):
-        table = model.get_parameter("tokens.weight")
-        multiple = vocabulary_multiple(axes)
-        assert multiple == math.lcm(layout.rows, layout.cols)
-        # The columns shard the vocabulary, so that logits stay where the head computes them; the
-        # paper's placement uses the rows.
-        cuts = layout.rows if layout.stationary == "input" else layout.cols
-        assert table.shape[0] * cuts == -(-89 // multiple) * multiple
 
 
 def test_other_networks_are_refused_with_what_can_be_sharded() -> None:

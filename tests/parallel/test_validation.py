@@ -23,8 +23,6 @@ scheme=megatron cols=8
     model.n_heads=12 does not divide over layout.cols=8: use layout.cols=1
 scheme=optimus rows=5 train.global_batch=25 model.ffn_size=200
     model.hidden_size=48 does not divide over layout.rows=5: use layout.rows=1
-scheme=optimus rows=4 model.ffn_size=50
-    model.ffn_size=50 does not divide over layout.rows=4: use layout.rows=1
 scheme=megatron cols=4 sequence_parallel=true data.seq_len=22
     data.seq_len=22 does not divide over layout.cols=4: use layout.cols=1
 scheme=optimus rows=2 dp=2 rows_over=batch train.global_batch=10
@@ -36,9 +34,6 @@ scheme=optimus rows=2 train.global_batch=1 data.seq_len=22
 scheme=megatron_2d rows=4 cols=3 rows_over=sequence data.seq_len=12
     data.seq_len=12 does not divide into the 24 parts of layout.rows_over=sequence on megatron_2d
     4x3: use data.seq_len=24, or layout.rows_over=batch
-scheme=megatron cols=2 rows_over=sequence
-    layout.rows_over=sequence belongs to scheme=megatron_2d or optimus, not megatron: use
-    layout.rows_over=auto
 dp=3 micro_batches=5 train.global_batch=10
     train.global_batch=10 does not divide over layout.dp (3) x layout.micro_batches (5): use
     train.global_batch=15
@@ -48,10 +43,6 @@ data.seq_len=25
 pp=4
     layout.pp=4 x layout.stages_per_rank=1: more stages than layers, embeddings and heads (3):
     use layout.pp=3
-pp=2 stages_per_rank=2
-    layout.pp=2 x layout.stages_per_rank=2: more stages than layers, embeddings and heads (3):
-    use layout.pp=1 and layout.stages_per_rank=1 and layout.pipeline=auto, or
-    layout.stages_per_rank=1
 stages_per_rank=2
     layout.stages_per_rank=2 needs a pipeline, but layout.pp=1 has none: use
     layout.stages_per_rank=1
@@ -81,12 +72,6 @@ scheme=optimus sequence_parallel=true
 scheme=subgraph branches=8
     model.n_heads=12 does not divide over layout.branches=8: use layout.branches=1, 2, 3, 4, 6
     or 12, or model.n_heads=8 or 16
-scheme=subgraph branches=12 model.ffn_size=50
-    model.ffn_size=50 does not divide over layout.branches=12: use layout.branches=1 or 2, or
-    model.ffn_size=48 or 60
-scheme=subgraph branches=3 dp=2 micro_batches=2 train.global_batch=16
-    train.global_batch=16 does not divide over layout.dp (2) x layout.branches (3) x
-    layout.micro_batches (2): use train.global_batch=12 or 24
 scheme=subgraph branches=2 rows=2 cols=3
     layout.scheme=subgraph uses layout.branches and cannot use layout.rows=2 and layout.cols=3:
     use layout.rows=1 and layout.cols=1 and layout.branches=12, or layout.rows=1 and
@@ -103,9 +88,6 @@ scheme=subgraph branches=2 keep_gathered=weights
 dp_mode=fsdp
     layout.dp_mode=fsdp shards state over replicas, but layout.dp=1 has only one: use
     layout.dp_mode=replicate
-scheme=subgraph branches=2 common=first dp_mode=zero1
-    layout.dp_mode=zero1 shards state over replicas, but layout.dp=1 has only one: use
-    layout.dp_mode=replicate
 scheme=optimus rows=6 cols=12 dp=2 devices_per_node=7 model.ffn_size=48
     layout.devices_per_node=7 does not divide rows x cols x dp x pp=144: use
     layout.devices_per_node=6, 8 or 9
@@ -117,17 +99,11 @@ cluster=dgx-h10
 scheme=optimus stationary=weight schedule=gather
     layout.schedule=gather does not apply to optimus with stationary=weight: use
     layout.schedule=auto
-scheme=optimus stationary=weight keep_gathered=weights
-    layout.keep_gathered=weights does not apply to optimus 1x1, stationary weights: use
-scheme=optimus stationary=weight rows=4 cols=2 model.n_heads=12
-    model.n_heads=12 does not divide over layout.rows=4 x layout.cols=2: use layout.rows=
 scheme=optimus stationary=weight cols=2 train.global_batch=3
     train.global_batch=3 does not divide over layout.cols (2): use train.global_batch=2 or 4, or
     layout.sequence_parallel=true
 nodes_per_rack=2
     layout.nodes_per_rack=2 needs layout.devices_per_node, which is 0: use layout.nodes_per_rack=0
-scheme=subgraph branches=2 dp=3 devices_per_node=4
-    layout.devices_per_node=4 does not divide branches x dp x pp=6: use layout.devices_per_node=
 """
 
 

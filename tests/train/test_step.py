@@ -190,11 +190,6 @@ def test_every_step_tells_the_largest_peak(
     assert "peak" not in other
 
 
-def test_processors_tell_no_peak(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
-    pool.run(1, train, plan_of(token_folder, tmp_path, {}, steps=1, eval_batches=1))
-    assert not any("peak_memory_gib" in line for line in read_metrics(tmp_path))
-
-
 def test_a_step_that_is_read_late_took_no_longer() -> None:
     """Every look at the clock is a second later."""
     step = StartedStep.__new__(StartedStep)

@@ -1,11 +1,7 @@
 """From sources to a token folder: contents, memory, interruptions, overwriting."""
 
 import itertools
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +19,6 @@ from gridformer.utils.errors import DataError, UserError
 from tests.support.data import (
     Stop,
     documents,
-    labeled_source,
     list_source,
     listed,
     pairs_source,
@@ -59,19 +54,6 @@ def test_every_document_is_there_once(
         assert ids == [*TOKENIZER.encode(held[0]), TOKENIZER.eos_id]
     n_bytes = sum(len(text.encode()) for text in held)
     assert [source.bytes for source in folder.index.sources] == [n_bytes]
-
-
-@pytest.mark.parametrize("make", [lambda n: listed(*sentences(n)), pairs_source, labeled_source])
-def test_same_arguments_same_bytes(tmp_path: Path, make: Callable[[int], TextSource]) -> None:
-    for name in ("a", "b"):
-        prepare_corpus([make(50)], tmp_path / name, vocab_size=300)
-    names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    for name in names:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    # A folder of any kind may replace it.
-    prepare_corpus([listed(*sentences(20))], tmp_path / "a", vocab_size=300, overwrite=True)
-    assert not TokenFolder.open(tmp_path / "a").train.columns
-    assert len(list((tmp_path / "a").iterdir())) == 6
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
@@ -173,43 +155,15 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert documents(TokenFolder.open(out)) == documents(kept)
 
 
-KILLED = """
-import os, signal, sys
-from gridformer.data import Tokenizer
-from gridformer.data.prepare import corpus, reading
-from tests.support.data import list_source, sentences
-
-def texts():
-    yield from sentences(20)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-reading.BATCH_CHARS = 10
-tokenizer = Tokenizer.train(sentences(20), 260)
-corpus.prepare_corpus([list_source(texts)], sys.argv[1], tokenizer=tokenizer)
-"""
-
-
-def test_a_killed_process_leaves_nothing_that_opens(tmp_path: Path) -> None:
-    out, root = tmp_path / "t", Path(__file__).parents[3]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    died = subprocess.run([sys.executable, "-c", KILLED, str(out)], env=environment, check=False)
-    assert died.returncode == -signal.SIGKILL
-    (partial,) = tmp_path.iterdir()
-    assert partial.name == ".writing-t"
-    for path in (out, partial):
-        with pytest.raises(DataError):
-            TokenFolder.open(path)
-    prepare_corpus([listed(*sentences(9))], out, tokenizer=TOKENIZER)
-
-
 def test_existing_folders_need_overwrite(tmp_path: Path) -> None:
     out = tmp_path / "t"
     out.mkdir()  # an empty folder does not need it
-    prepare_corpus([listed(*sentences(9))], out, tokenizer=TOKENIZER)
+    prepare_corpus([pairs_source(9)], out, tokenizer=TOKENIZER)
     with pytest.raises(UserError, match="add --overwrite"):
         prepare_corpus([listed(*sentences(5))], out, tokenizer=TOKENIZER)
     folder = prepare_corpus([listed(*sentences(5))], out, tokenizer=TOKENIZER, overwrite=True)
     assert folder.index.sources[0].documents == 5
+    assert len(list(out.iterdir())) == 6, "files of the pairs are left"
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 

@@ -138,17 +138,6 @@ def test_sentences_from_elsewhere_come_from_everywhere_else(number: int) -> None
     assert found == want
 
 
-@pytest.mark.parametrize("sentence_pair", [False, True])
-def test_the_last_word_of_a_sample_is_hidden_now_and_then(sentence_pair: bool) -> None:
-    split = replace(counting_split(200), vocab_size=N)
-    samples = MaskedSamples(split, 12, SPECIAL, sentence_pair)
-    draw = np.random.default_rng(0)
-    hidden = [samples.sample(5, draw)["targets"] != IGNORE for _ in range(400)]
-    often = np.mean(hidden, axis=0)
-    assert often[0] == often[-1] == 0.0
-    assert (often[1:-1] > 0.03).all(), "about 1 in 10"
-
-
 def test_half_of_the_sentences_follow() -> None:
     samples = MaskedSamples(replace(counting_split(900), vocab_size=N), 12, SPECIAL, True)
     draw = np.random.default_rng(0)

@@ -90,17 +90,6 @@ LAYOUTS = st.builds(lambda grid, how: optimus(*grid, **how), GRIDS, HOW) | ONE_R
 # --------------------------------------------------------------------------- traffic
 
 
-def test_bsh_travels_four_times_in_a_usual_model() -> None:
-    """The head's input counts too: logits stay where they are computed."""
-    chosen = decide(SMALL, optimus(2, 3), Work(tokens=600))
-    want = {"qkv": "output", "out": "input", "up": "output", "down": "input", "head": "output"}
-    assert stationary(chosen) == want
-    traffic = [chosen.forward(chosen[name]) for name in LAYER]
-    assert sum(t.col for t in traffic) == pytest.approx(2 / 6 * 4 * 600 * 64)
-    assert sum(t.row for t in traffic) == pytest.approx(1 / 6 * 12 * 64**2)
-    assert sum(t.messages for t in traffic) == 8
-
-
 def test_the_narrower_activation_travels_whichever_it_is() -> None:
     model = SMALL.model_copy(update={"ffn_size": 32, "vocab_size": 10})
     want = {"qkv": "output", "out": "input", "up": "input", "down": "output", "head": "input"}
@@ -173,19 +162,6 @@ def test_huge_operands_travel_panel_by_panel() -> None:
     )
 
 
-@given(model=MODELS, grid=GRIDS, work=WORKS)
-def test_gathered_operands_stay_below_an_eighth_of_held_memory(
-    model: ModelConfig, grid: tuple[int, int], work: Work
-) -> None:
-    chosen = decide(model, optimus(*grid, keep_gathered="none"), work)
-    limit = max(SMALL_BYTES, chosen.held_bytes / 8)
-    for choice in chosen.products.values():
-        small = chosen.gathered_bytes(choice) <= limit
-        assert choice.schedule == ("gather" if small else "pipelined")
-    gathers = all(choice.schedule == "gather" for choice in chosen.products.values())
-    assert gathers == ("as all of them do" in _reason(chosen, "schedule"))
-
-
 @given(model=MODELS, layout=LAYOUTS, work=WORKS)
 def test_large_operands_are_gathered_in_chunks_and_gathered_ones_are_kept(
     model: ModelConfig, layout: LayoutConfig, work: Work
@@ -246,22 +222,6 @@ def test_more_room_never_moves_more(
     assert traffic[-1] == moved(everything)
 
 
-@given(model=MODELS, layout=LAYOUTS, work=WORKS)
-def test_keeping_more_moves_less_and_costs_more(
-    model: ModelConfig, layout: LayoutConfig, work: Work
-) -> None:
-    by_wish = {
-        wish: decide(model, layout.model_copy(update={"keep_gathered": wish}), work)
-        for wish in ("none", "inputs", "weights", "all")
-    }
-    assert kept_bytes(by_wish["none"]) == 0
-    for less, more in (("none", "inputs"), ("none", "weights"), ("inputs", "all")):
-        assert moved(by_wish[more]) <= moved(by_wish[less])
-        assert kept_bytes(by_wish[more]) >= kept_bytes(by_wish[less])
-    parts = kept_bytes(by_wish["inputs"]) + kept_bytes(by_wish["weights"])
-    assert kept_bytes(by_wish["all"]) == pytest.approx(parts)
-
-
 def test_weights_are_kept_for_many_micro_batches() -> None:
     """A micro-batch has few activations, but weights travel again for each micro-batch."""
     one, many = (
@@ -316,10 +276,6 @@ def test_requests_are_used_and_decisions_have_reasons(
             c.keep_input if what == "inputs" else c.keep_weight for c in chosen.products.values()
         ]
         assert any(taken) == any(f"{what} are kept" in reason for reason in said)
-
-
-def test_work_is_one_sequence_per_row_by_default() -> None:
-    assert decide(SMALL, optimus(3, 2)).work == Work(tokens=3 * SMALL.max_seq_len, sequences=3)
 
 
 def test_products_of_a_model() -> None:
