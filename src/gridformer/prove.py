@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gridformer.config import LayoutConfig, load_run
+from gridformer.config.factory import make
 from gridformer.launch import launch
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.models.network import class_of
@@ -84,26 +82,18 @@ class NetworkSource:
             UserError: There is no such network.
         """
         torch.manual_seed(0)
-        if (folder := Path(self.name)).is_dir():
-            if (run := folder / "config.yaml").is_file():
-                folder = Path(load_run(run).model.folder or folder)
+        name, plan = self.name, None
+        if (run := Path(name) / "config.yaml").is_file():
+            model = load_run(run).model
+            name, plan = model.folder or model.factory or name, model.plan or None
+        if (folder := Path(name)).is_dir():
             module, inputs, notes = self._from_folder(folder)
-            return module, inputs, None, notes
-        place, colon, function = self.name.partition(":")
-        if not colon:
-            raise UserError(f"{self.name}: is neither a folder nor package.module:function")
-        if (here := os.getcwd()) not in sys.path:
-            sys.path.insert(0, here)
-        try:
-            made = getattr(importlib.import_module(place), function)()
-        except (ImportError, AttributeError, TypeError) as error:
-            raise UserError(f"{self.name}: {error}") from error
-        module, inputs, plan = (*made, None)[:3] if isinstance(made, tuple) else (made, None, None)
-        if not isinstance(module, nn.Module):
-            kind = type(module).__name__
-            raise UserError(f"{self.name}: returns a {kind}, not a torch.nn.Module")
+            return module, inputs, plan, notes
+        if ":" not in name:
+            raise UserError(f"{name}: is neither a folder nor package.module:function")
+        module, inputs, own = make(name)
         inputs = self._inputs_of(module) if inputs is None else inputs
-        return module, inputs, plan, []
+        return module, inputs, plan or own, []
 
     def _from_folder(self, folder: Path) -> tuple[nn.Module, Any, list[str]]:
         """Builds the network of a config.json, with new weights. No code of the folder is run."""

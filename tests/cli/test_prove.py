@@ -113,8 +113,8 @@ def test_an_architecture_that_is_not_installed(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("nowhere",), "nowhere: is neither a folder nor package.module:function"),
-        (("examples.own_model:nothing",), "has no attribute 'nothing'"),
-        (("examples.nothing:network",), "No module named 'examples.nothing'"),
+        (("examples.own_model:nothing",), "has no function nothing; use one of Attention"),
+        (("examples.nothing:network",), "there is no module examples.nothing"),
         (("examples.own_model:batch_of",), "missing 1 required positional argument"),
         ((OWN, "layout.colls=2"), "unknown key layout.colls"),
         ((OWN, "train.steps=2"), "'train.steps=2' is no part of a layout"),

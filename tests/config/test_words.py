@@ -101,7 +101,9 @@ def test_every_section_list_and_mapping_has_an_example() -> None:
 @pytest.mark.parametrize("key", EXAMPLES)
 def test_examples_work(key: str) -> None:
     beside = ["data.sources=[{path: a, name: mine}]"] if "stages" in key else []
-    model = {"n_layers": 2, "hidden_size": 16, "n_heads": 2, "family": "llama"}
+    network = {"family": "network", "factory": "a:b", "vocab_size": 9, "plan": {}}
+    family = network if key == "model.plan" else {"family": "llama"}
+    model = {"n_layers": 2, "hidden_size": 16, "n_heads": 2, **family}
     raw = {"model": model, "data": {} if "sources" in key or beside else {"path": "x"}}
     parse_run(raw, [*beside, EXAMPLES[key]])
     if key.rpartition(".")[2] in RunConfig.model_fields:

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch import nn
 
+from examples import own_model
 from gridformer.cluster.file import load_cluster
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.memory.estimate import Changes, changes_of
@@ -320,15 +322,22 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 
+def deep() -> tuple[nn.Module, None, dict[str, str]]:
+    return own_model.Decoder(n_layers=10, h=48, n_heads=12), None, own_model.PLAN
+
+
 @pytest.mark.parametrize("method", full_unless("fsdp".__ne__, NETWORKS))
-def test_a_network_of_transformers(tmp_path: Path, method: str) -> None:
-    folder, layout = str(save_llama(tmp_path, num_hidden_layers=10)), NETWORKS[method]
+@pytest.mark.parametrize("model", ["", f"{__name__}:deep"])
+def test_networks_of_others(tmp_path: Path, method: str, model: str) -> None:
+    layout = NETWORKS[method]
+    if model and method != "fsdp":  # it has no chain; which replica saves a vector does not repeat
+        layout = {**layout, "pp": 1, "dp": 1}
+    model = model or str(save_llama(tmp_path, num_hidden_layers=10))
     how = {"global_batch": 16, "device": "cuda", "dtype": "bfloat16", "recompute": "full"}
-    run = parse_run(
-        {"model": {"folder": folder}, "data": {"path": "."}, "layout": layout, "train": how}
-    )
+    run = parse_run({"model": model, "data": {"path": "."}, "layout": layout, "train": how})
     for few, whole in both(check_layout(run)):
         same(few, whole)
+        assert few.step.composed or layout.get("pp", 1) > 1
 
 
 @pytest.mark.parametrize("training", [True, False])

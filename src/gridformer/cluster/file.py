@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.functional_validators import AfterValidator
 
 from gridformer.cluster.tables import Tables
-from gridformer.config.reading import closest, configs_dir, read_yaml
+from gridformer.config.base import closest
+from gridformer.config.reading import configs_dir, read_yaml
 from gridformer.utils.errors import ConfigError
 
 # The numbers that may be fitted, at most four of them in a file, and the values that count where a

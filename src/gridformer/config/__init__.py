@@ -6,12 +6,11 @@ reports all problems at once in a `ConfigError`, each with a value that works.
 `gridformer.parallel.validation.check_layout` then checks the layout against the model.
 """
 
-from gridformer.config.base import Config, any_of, divisors
+from gridformer.config.base import Config, any_of, closest, divisors
 from gridformer.config.data import FINE_TUNING, TASKS, DataConfig, Task
 from gridformer.config.layout import LayoutConfig, PipelineOrder, schemes
 from gridformer.config.model import ENCODER_DECODER, Family, ModelConfig, RopeScaling
 from gridformer.config.reading import (
-    closest,
     configs_dir,
     find_run_file,
     load_run,

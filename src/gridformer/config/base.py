@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -138,3 +139,16 @@ def any_of(values: Iterable[object]) -> str:
     if len(words) > 10:
         words = [*words[:6], "...", *words[-3:]]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """Returns the end of an error message that suggests a value in place of an unknown word.
+
+    It is `: did you mean 'steps'?` if a known word is similar, else the list of all known words, or
+    an empty text if there are none.
+    """
+    known = [k.removeprefix("input should be ").strip("'") for k in known]
+    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if match:
+        return f": did you mean '{match[0]}'?"
+    return f"; use one of {', '.join(known)}" if known else ""

@@ -6,11 +6,12 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from gridformer.config.base import Config, any_of, divisors
+from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.files import UnreadableError, read_text
 from gridformer.utils.units import MIB, MOST_LAYERS, MOST_TOKENS, WIDEST
 
@@ -33,6 +34,8 @@ _ONLY_IN: dict[str, tuple[Family, ...]] = {
     "window": ("llama",),
     "tied_head": ("llama", "network"),
     "folder": ("network",),
+    "factory": ("network",),
+    "plan": ("network",),
 }
 _LENGTH = "original_max_position_embeddings"
 _LLAMA3 = ("low_freq_factor", "high_freq_factor")
@@ -99,8 +102,27 @@ class RopeScaling(Config):
         return self.attention_factor
 
 
+class Patterns(dict[str, str]):
+    """Roles by patterns of names; a mapping that nobody changes."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
+def _patterns(plan: Any) -> Any:
+    """Returns a plan, which may be in a YAML file."""
+    if not isinstance(plan, str | Path):
+        return plan
+    from gridformer.config.reading import read_yaml
+
+    try:
+        return read_yaml(Path(plan), "patterns of names") if plan else {}
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
 class ModelConfig(Config):
-    """A transformer of one of five families, or a network of transformers, and its sizes.
+    """A transformer of one of five families, or any network of tokens, and its sizes.
 
     gpt2 and llama are decoders, bert is an encoder, and t5 and transformer are encoder-decoder
     models. llama stands for Llama, Mistral, Qwen2 and Qwen3. In the documentation's symbols N is
@@ -113,11 +135,21 @@ class ModelConfig(Config):
     """A run file may name a shipped model, whose values are used where the file sets none, or give
     a model any other name."""
     family: Family = "gpt2"
-    """The family determines the architecture of the model; network is what `folder` holds."""
+    """The family determines the architecture of the model; network is what `folder` holds, or what
+    `factory` returns."""
     folder: str = ""
     """A Hugging Face folder holds the network, as its config.json says, with its weights if there
     are any, and otherwise with new ones. The other keys of this section are read from there. No
     code in it is run, and its rates of dropout are not used."""
+    factory: str = ""
+    """A function without arguments, package.module:function, returns the network, or a tuple of it,
+    inputs and its plan. It is imported from the current directory or installed packages, and never
+    from the folder of a run. Sizes that the network does not tell must be given."""
+    plan: Annotated[dict[str, str], BeforeValidator(_patterns), AfterValidator(Patterns)] = Field(
+        default={}
+    )
+    """Roles by patterns of names shard the network, given here or in a YAML file. The default is
+    the plan that comes with the network."""
     n_layers: int = Field(ge=1, le=MOST_LAYERS)
     """The model has this number of layers, or for t5 and transformer this number of encoder
     layers."""
@@ -195,6 +227,8 @@ class ModelConfig(Config):
         if values.get("folder"):
             sizes = sizes_of_folder(str(values["folder"]))
             filled = values = {**sizes, **values, "folder": sizes["folder"]}
+        elif values.get("factory"):
+            filled = values = {"family": "network", **_told(values), **values}
         family, hidden = values.get("family", "gpt2"), values.get("hidden_size")
         if not values.get("ffn_size") and isinstance(hidden, int):
             filled["ffn_size"] = 4 * hidden
@@ -248,10 +282,13 @@ class ModelConfig(Config):
             )
 
     def _folder_problems(self) -> Iterator[str]:
-        if not self.folder:
-            yield "family=network: what is the network? Use folder=PATH, a Hugging Face folder"
+        if bool(self.folder) == bool(self.factory):
+            yield (
+                "family=network: what is the network? Use folder=PATH, a Hugging Face folder, or "
+                "factory=package.module:function"
+            )
             return
-        for key, value in sizes_of_folder(self.folder).items():
+        for key, value in sizes_of_folder(self.folder).items() if self.folder else ():
             if getattr(self, key) != value and key != "max_seq_len":
                 yield f"{key}={getattr(self, key)}: {self.folder} has {key}={value}; leave it out"
 
@@ -267,7 +304,8 @@ class ModelConfig(Config):
         A network is taken for a llama of its sizes. What is predicted, and not only ranked, comes
         from its own code.
         """
-        changes = {"family": "llama", "folder": "", "norm_position": "pre"}
+        changes: dict[str, Any] = {"family": "llama", "norm_position": "pre"}
+        changes |= {"folder": "", "factory": "", "plan": Patterns()}
         return self.model_copy(update=changes) if self.family == "network" else self
 
     @property
@@ -329,7 +367,7 @@ class ModelConfig(Config):
         return self.n_layers + 2
 
 
-# --------------------------------------------------------------------------- networks in folders
+# --------------------------------------------------------------------------- networks of others
 
 # Keys of `model`, and the names that config.json has for them in one architecture or another.
 _SIZES = {
@@ -358,23 +396,53 @@ def sizes_of_folder(folder: str) -> dict[str, Any]:
         raise ValueError(f"folder={folder} has no config.json that can be read: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"folder={folder}: its config.json is not a mapping")
-    sizes: dict[str, Any] = {}
-    for key, names in _SIZES.items():
-        numbers = [values[name] for name in names if isinstance(values.get(name), int)]
-        if numbers and not isinstance(numbers[0], bool) and numbers[0] > 0:
-            sizes[key] = numbers[0]
+    sizes = _sizes_in(values)
     if missing := [key for key in _NEEDED if key not in sizes]:
         said = ", ".join(_SIZES[key][0] for key in missing)
         raise ValueError(
             f"folder={folder}: its config.json has no {said}: gridformer prove and "
             "gridformer.parallelize take networks that are no language models"
         )
+    return {"family": "network", "folder": str(Path(folder).resolve()), **sizes}
+
+
+def _sizes_in(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of `model` that a config of transformers tells."""
+    sizes: dict[str, Any] = {}
+    for key, names in _SIZES.items():
+        numbers = [values[name] for name in names if isinstance(values.get(name), int)]
+        if numbers and not isinstance(numbers[0], bool) and numbers[0] > 0:
+            sizes[key] = numbers[0]
     if isinstance(chosen := values.get("num_experts_per_tok"), int):
         # Estimates count what a token takes: its experts, and those that all tokens share.
         each = values.get("moe_intermediate_size") or sizes.get("ffn_size", 0)
         shared = each * (values.get("n_shared_experts") or 0)
         shared = values.get("shared_expert_intermediate_size") or shared
         sizes["ffn_size"] = chosen * each + shared
-    tied = values.get("tie_word_embeddings", True)
-    named = {"family": "network", "folder": str(Path(folder).resolve())}
-    return {**named, "tied_head": tied, **sizes}
+    return {**sizes, "tied_head": values.get("tie_word_embeddings", True)}
+
+
+def _told(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of `model` that a function's network tells.
+
+    It is not called where all that is needed is given, as in what is read of a run.
+    """
+    if "plan" in values and all(values.get(key) for key in _NEEDED):
+        return {}
+    from gridformer.config import factory
+
+    name = str(values["factory"])
+    try:
+        made = factory.on_meta(name)
+        plan = _patterns(values.get("plan")) or made.plan or {}
+        config: Any = getattr(made.module, "config", None)
+        of_transformers = hasattr(config, "to_dict")
+        sizes = _sizes_in(config.to_dict()) if of_transformers else factory.sizes_of(name, plan)
+    except UserError as error:
+        raise ValueError(f"factory={error}") from None
+    if missing := [key for key in _NEEDED if not (sizes | values).get(key)]:
+        raise ValueError(f"factory={name}: the network does not tell {any_of(missing)}: set it")
+    for key in {*_NEEDED} & sizes.keys() & values.keys():
+        if values[key] != sizes[key]:
+            raise ValueError(f"{key}={values[key]}: {name} has {key}={sizes[key]}; leave it out")
+    return {**sizes, "plan": plan}

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from gridformer.config.base import shortened_text
+from gridformer.config.base import closest, shortened_text
 from gridformer.config.layout import LayoutConfig
 from gridformer.config.run import RunConfig
 from gridformer.config.synonyms import KEYS, NOTES, VALUES, plain
@@ -214,13 +214,16 @@ def _with_origin(
 def _expand_model(model: Any) -> Any:
     """Expands `gpt2-124m` and `{name: gpt2-124m, dropout: 0.1}`; keeps other values as they are.
 
-    A path is that of a run directory, whose model is taken, or of a Hugging Face folder.
+    A path is that of a run directory, whose model is taken, or of a Hugging Face folder. A name
+    with a colon is that of a function which returns a network.
     """
     if isinstance(model, str) and model not in model_names():
         if (kept := Path(model) / "config.yaml").is_file():
             return _model_of_run(read_yaml(kept))
         if (Path(model) / "config.json").is_file():
             return {"folder": model}
+        if ":" in model:
+            return {"factory": model}
     if isinstance(model, str):
         return shipped_model(model)
     if isinstance(model, dict) and model.get("name") in model_names():
@@ -252,8 +255,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     for section in sections:
         below = here.get(section)
         if section == "model" and isinstance(below, str):
-            shipped_model(below)  # raises ConfigError for an unknown name
-            below = {"name": below}
+            below = {"name": below} if below in model_names() else _expand_model(below)
         if section == "data" and isinstance(below, list):
             below = {"sources": below}
         if below is None:
@@ -302,6 +304,7 @@ _SHAPES = {
 # A setting for each key that is a section, a list or a mapping.
 EXAMPLES = {
     "model": "model.name=gpt2-124m",
+    "model.plan": "model.plan={layers.*.up: opening, layers.*.down: closing}",
     "model.rope_scaling": "model.rope_scaling={kind: linear, factor: 2}",
     "data": "data.path=data/mine",
     "data.sources": "data.sources=[{path: data/mine}]",
@@ -389,16 +392,3 @@ def _section(keys: list[str]) -> type[BaseModel] | None:
             return None
         section = below
     return section
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """Returns the end of an error message that suggests a value in place of an unknown word.
-
-    It is `: did you mean 'steps'?` if a known word is similar, else the list of all known words, or
-    an empty text if there are none.
-    """
-    known = [k.removeprefix("input should be ").strip("'") for k in known]
-    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    if match:
-        return f": did you mean '{match[0]}'?"
-    return f"; use one of {', '.join(known)}" if known else ""

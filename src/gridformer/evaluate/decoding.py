@@ -111,7 +111,8 @@ class Decoder:
         n = self.tokens_BS.shape[1]
         even = done + (n - done) // self.multiple * self.multiple
         logits = None
-        for start, stop in ((done, even), (even, n)):
+        spans = ((done, even), (even, n)) if self.model.keeps_keys else ((0, n),)
+        for start, stop in spans:
             if start < stop:
                 logits = self._read(start, stop)
         return logits

@@ -133,6 +133,7 @@ class Model(nn.Module):
         ValueError: `config.vocab_size` is not known yet.
     """
 
+    keeps_keys = True  # in caches, with which it continues texts
     tokens: TokenEmbedding
     head: TiedHead
 

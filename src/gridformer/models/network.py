@@ -1,4 +1,4 @@
-"""Networks of transformers as a family: the language model that a Hugging Face folder describes.
+"""Networks of others as a family: the language model of a Hugging Face folder, or of a function.
 
 Its code runs as it is. What gridformer needs of it is the list of its layers, which are the links
 of a pipeline. `gridformer.parallel.network` replaces its products, tables and norms.
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gridformer.config import ModelConfig
+from gridformer.config import ModelConfig, factory
+from gridformer.config.factory import path_of_layers
 from gridformer.models.blocks import KVCache, Layer
 from gridformer.models.model import Activations, Link, Model, held_layers
 from gridformer.models.network_calls import AttentionAlone, attend_in
@@ -30,13 +31,14 @@ class NetworkLayer(Layer):
     """Comes before the class of a layer, whose activations are then recomputed as configured."""
 
     recompute: Any
+    cast: Callable[[Tensor], Tensor]
     leaving: list[Tensor]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], _Rest):
             return args[0].run(super().__call__, hidden_states)
         # A network may scale what it gets for embeddings, as the first stage did already.
-        hidden_states = self.__dict__.pop("entering", hidden_states)
+        hidden_states = self.cast(self.__dict__.pop("entering", hidden_states))
         rest = _Rest(args, kwargs)
         out = self.recompute.block(self, hidden_states, rest)
         if "leaving" in self.__dict__:
@@ -91,7 +93,7 @@ def _layer_of(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class NetworkModel(Model):
-    """A language model of transformers: its modules and parameters have their own names.
+    """A language model of others: its modules and parameters have their own names.
 
     Hidden states of the whole model, and of the last stage of a pipeline, are logits.
 
@@ -103,6 +105,8 @@ class NetworkModel(Model):
             dimension and the order; see gridformer.parallel.network.
         sharding: What gridformer.parallel.network has made of it.
         beside_layers: What a stage without layers does with what enters them, by its link.
+        reads_embeddings: Whether it is one of transformers, which can begin with embeddings, or
+            continue texts. Others map whole tokens to logits.
     """
 
     module: Any
@@ -121,6 +125,7 @@ class NetworkModel(Model):
         self.orders: dict[str, tuple[int, Tensor]] = {}
         self.beside_layers: dict[str, Callable[[Tensor], Tensor]] = {}
         self.path = path_of_layers(module)
+        self.reads_embeddings = self.keeps_keys = hasattr(module, "get_input_embeddings")
         self.attention = AttentionAlone(config, self.dropout_rng)
         self.attention.recompute = self.recompute
         attend_in(module, self.attention)
@@ -142,7 +147,7 @@ class NetworkModel(Model):
                 continue
             kind: Any = type(layer)
             layer.__class__ = _layer_of(kind)
-            layer.recompute = self.recompute
+            layer.recompute, layer.cast = self.recompute, self._cast
 
     def links(self) -> list[Link]:
         before, behind = self._outside()
@@ -173,6 +178,8 @@ class NetworkModel(Model):
         hidden, _ = Activations.taken(entering)
         names = self._link_names() if links is None else links
         tokens_BS = batch["tokens"]
+        if not self.reads_embeddings:
+            return Activations(factory.logits_of(self.module(tokens_BS)))
         if "embedding" in names:
             hidden = self._cast(self.module.get_input_embeddings()(tokens_BS))
         entering = None if "embedding" in names else hidden
@@ -238,7 +245,8 @@ class NetworkModel(Model):
     def fill_buffers(self, device: torch.device) -> None:
         """Allocates buffers, such as the frequencies of rotary positions, as transformers does.
 
-        It also initializes parameters, so call it before they are allocated.
+        It also initializes parameters, so call it before they are allocated. Those of networks
+        that are not of transformers are read from a new one.
         """
         those = [one for one in self.module.modules() if hasattr(one, "_init_weights")]
         innermost = {part: one for one in those for part in one.modules()}
@@ -250,13 +258,17 @@ class NetworkModel(Model):
             if part._buffers:
                 with device:
                     owner._init_weights(part)
+        for part in self.modules() if not those else ():
+            for name, buffer in [*part.named_buffers(recurse=False)]:
+                part._buffers[name] = torch.empty_like(buffer, device=device)
         self._read_buffers()
 
     def _read_buffers(self) -> None:
         """Reads buffers that belong to the weights, or else those that only constructors set."""
         real = [(n, b) for n, b in self.module.named_buffers() if type(b) is Tensor]
         stored = self.stored_buffers() if self._has_weights() else {}
-        if wanted := [(n, b) for n, b in real if n in stored or b.isnan().any()]:
+        new = not self.reads_embeddings
+        if wanted := [(n, b) for n, b in real if new or n in stored or b.isnan().any()]:
             read = self.initial_values(0)
             for name, buffer in wanted:
                 with suppress(KeyError):  # as in transformers, it may be newer than the weights
@@ -291,7 +303,8 @@ class NetworkModel(Model):
         return lambda name: _ordered(values[name].detach(), self.orders.get(name))
 
     def _has_weights(self) -> bool:
-        return any(Path(self.config.folder).glob(_WEIGHTS))
+        folder = self.config.folder
+        return bool(folder) and any(Path(folder).glob(_WEIGHTS))
 
 
 def _ordered(values: Tensor, order: tuple[int, Tensor] | None) -> Tensor:
@@ -336,12 +349,6 @@ def _loaded(folder: Path) -> dict[str, Tensor]:
     return parameters | dict(network.named_buffers())
 
 
-def path_of_layers(module: nn.Module) -> str:
-    """Returns the name of the list of a network's layers, which is the longest one."""
-    lists = {n: len(m) for n, m in module.named_modules() if isinstance(m, nn.ModuleList)}
-    return max(lists, key=lambda name: lists[name], default="")
-
-
 @lru_cache(maxsize=8)
 def _class_of(folder: str) -> tuple[Any, Any]:
     require("transformers", "a Hugging Face folder", "hf")
@@ -374,6 +381,12 @@ def class_of(folder: str) -> tuple[Any, Any]:
 
 
 def _new_network(sizes: ModelConfig, on_meta: bool = True) -> Any:
+    if sizes.factory:
+        network = _copied(sizes.factory) if on_meta else factory.make(sizes.factory).module
+        layers = network.get_submodule(path_of_layers(network))
+        for name in [*layers._modules][sizes.n_layers :]:  # a record of a step needs few
+            del layers._modules[name]
+        return network
     kind, config = class_of(sizes.folder)
     config.num_hidden_layers = sizes.n_layers
     if getattr(config, "layer_types", None):
@@ -382,6 +395,16 @@ def _new_network(sizes: ModelConfig, on_meta: bool = True) -> Any:
         return kind(config)
     with torch.device("meta"):
         return kind(config)
+
+
+def _copied(name: str) -> nn.Module:
+    """Returns a copy of a function's network, also while a step is recorded."""
+    network, new = factory.on_meta(name).module, dict[int, Any]()
+    for x in (*network.parameters(), *network.buffers()):
+        empty = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        is_parameter = isinstance(x, nn.Parameter)
+        new[id(x)] = nn.Parameter(empty, x.requires_grad) if is_parameter else empty
+    return copy.deepcopy(network, new)
 
 
 def _cache_of(caches: Sequence[KVCache], start: int) -> Any:

@@ -44,7 +44,7 @@ from gridformer.checkpoint.side_files import (
     root_of,
 )
 from gridformer.checkpoint.whole import StoredParameters, shapes_of, write_in_files
-from gridformer.config import ModelConfig, RunConfig, Task, any_of
+from gridformer.config import ModelConfig, RunConfig, Task, any_of, factory
 from gridformer.data import SpecialIds, Tokenizer, special_ids
 from gridformer.data.chat import CHAT_FILE, read_chat, stop_ids
 from gridformer.data.side_texts import read_label_names
@@ -101,7 +101,7 @@ def export_run(
     run = RunConfig.model_validate(manifest.run)
     shapes = shapes_of(model)
     if model.family == "network":
-        config = read_mapping(Path(model.folder) / CONFIG)
+        config = _config_of_network(model)
         entries = {entry.ours: (entry, 0) for entry in entries_of_network(model)}
     else:
         kind, config = _kind_of(model, run.task, root / KEPT)
@@ -149,6 +149,21 @@ def entries_of_network(model: ModelConfig) -> Iterator[TableEntry]:
 
     for name in shapes_of(model):
         yield TableEntry(name, (name,), form_of(name))
+
+
+def _config_of_network(model: ModelConfig) -> dict[str, Any]:
+    """Returns the config.json of a network of transformers."""
+    if model.folder:
+        return read_mapping(Path(model.folder) / CONFIG)
+    module = factory.on_meta(model.factory).module
+    kind, config = type(module).__name__, vars(module).get("config")
+    if not config or not hasattr(config, "to_dict"):
+        raise ConfigError(
+            f"model.factory={model.factory}: transformers has no {kind} that could open a folder: "
+            "read its checkpoints with gridformer or torch.distributed.checkpoint"
+        )
+    values: dict[str, Any] = config.to_dict()
+    return {**values, "architectures": [kind]}
 
 
 def _buffers_of_network(config: ModelConfig) -> dict[str, Streamed]:

@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gridformer import models
-from gridformer.config import LayoutConfig, ModelConfig, RunConfig
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig, factory
 from gridformer.models import network_calls
 from gridformer.parallel.network import modules as parts
 from gridformer.parallel.network.plan import (
@@ -24,7 +24,7 @@ from gridformer.parallel.network.plan import (
 )
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import layout_problems
-from gridformer.utils.errors import ConfigError
+from gridformer.utils.errors import ConfigError, UserError
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DROPOUTS = (
@@ -52,16 +52,19 @@ def check(module: nn.Module, layout: LayoutConfig, plan: Mapping[str, str] | Non
 def run_problems(run: RunConfig) -> Iterator[str]:
     """Yields what keeps the network of a run, and its training, from a layout."""
     module, pp = _unlike_layers(run.model), run.layout.pp
-    if pp > 1 and not module.supports_pp_plan:
+    if run.model.factory:
+        yield from _factory_problems(run)
+    if pp > 1 and not getattr(module, "supports_pp_plan", False):
         yield f"layout.pp={pp}: transformers has no plan for {type(module).__name__}: use pp=1"
     one_stage = run.layout.model_copy(update={"pp": 1, "stages_per_rank": 1})
-    words = {getattr(module.config, f"vocab_size{key}", 0) for key in ("", "_per_layer_input")}
+    config, table = getattr(module, "config", None), getattr(module, "get_input_embeddings", None)
+    words = {getattr(config, f"vocab_size{key}", 0) for key in ("", "_per_layer_input")}
     for name, part in module.named_modules():
         parts.known_norm(part)  # which are then known to records of a step
-        again = isinstance(part, nn.Embedding) and part is not module.get_input_embeddings()
+        again = table and isinstance(part, nn.Embedding) and part is not table()
         if again and part.num_embeddings in words:
             yield f"{name} looks up tokens, and layers get embeddings alone: use parallelize()"
-    roles = roles_of(module, None)
+    roles = roles_of(module, run.model.plan or None)
     attends = network_calls.attends_plainly(module) and not roles.latent
     yield from _unsupported(one_stage, attends)
     if pp > 1 and len(roles.lists) > 1:
@@ -69,6 +72,28 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     yield from _problems(module, roles, one_stage, pp)
     if run.data.document_mask:
         yield "data.document_mask=true: networks of others read no documents: use false"
+
+
+def _factory_problems(run: RunConfig) -> Iterator[str]:
+    """The network of a function must be that of the sizes, and read sequences as long as these."""
+    model, module = run.model, factory.on_meta(run.model.factory).module
+    n_layers = len(module.get_submodule(factory.path_of_layers(module))._modules)
+    if model.n_layers > n_layers:
+        yield f"model.n_layers={model.n_layers}: {model.factory} has {n_layers}; use that"
+    for name, part in module.named_modules():
+        for key in [key for key, value in vars(part).items() if isinstance(value, Tensor)]:
+            place = f"{name}.{key}".lstrip(".")
+            yield f"{place} is a tensor, and neither parameter nor buffer: call register_buffer"
+    if hasattr(module, "get_input_embeddings"):
+        return
+    try:
+        words, width, _ = factory.probed(model.factory, run.seq_len)
+    except UserError as error:
+        yield f"data.seq_len={run.seq_len}: {error}"
+        return
+    for key, size in {"hidden_size": width, "vocab_size": words}.items():
+        if getattr(model, key) != size and size:
+            yield f"model.{key}={getattr(model, key)}: {model.factory} has {size}; use that"
 
 
 @lru_cache(maxsize=8)

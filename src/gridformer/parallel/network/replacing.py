@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gridformer import models
 from gridformer.config import LayoutConfig, ModelConfig
+from gridformer.config.factory import probed
 from gridformer.mesh import Axes, Axis
 from gridformer.models.network_calls import group_experts
 from gridformer.parallel.network import modules as parts
@@ -254,12 +255,13 @@ def shard_model(model: models.NetworkModel, layout: LayoutConfig, axes: Axes) ->
 
     Its loss then reads logits whose vocabulary is sharded over columns.
     """
-    roles = roles_of(model.module, None)
+    config = model.config
+    roles = roles_of(model.module, config.plan or None)
     last = len(model.links()) - 1
     stages = model.stages or (range(last + 1),)
     first, final = ({*pair} for pair in ((0, 1), (last - 1, last)))
     ends = any(first <= {*s} for s in stages), any(final <= {*s} for s in stages)
-    sharding = Sharding(model, roles, layout, axes, model.config.n_layers, ends)
+    sharding = Sharding(model, roles, layout, axes, config.n_layers, ends)
     model.orders, boundary = sharding.orders, sharding.boundary
     if isinstance(boundary, Sharded) and not sharding.branched:
         model.beside_layers = {
@@ -267,11 +269,14 @@ def shard_model(model: models.NetworkModel, layout: LayoutConfig, axes: Axes) ->
             "head": lambda x: parts.join(x, boundary),
         }
     head = None
+    if not model.reads_embeddings:  # its code may change what the head returns, and needs all of it
+        name = probed(config.factory, 2).head
+        head = model.module.get_submodule(name) if name else None
     with suppress(AttributeError):  # another stage has it
-        head = model.module.get_output_embeddings()
+        head = head or model.module.get_output_embeddings()
     if axes.col.size > 1 and isinstance(head, parts.Opening):
         head.gathered = None
-        v, smoothing = model.config.vocab_size, model.config.label_smoothing
+        v, smoothing = config.vocab_size, config.label_smoothing
         model.loss = VocabParallelCrossEntropy(axes.col, v, smoothing)  # type: ignore[assignment]
     if not isinstance(sharding.boundary, Sharded) and axes.col.size > 1:
         model.recompute.partition = PartitionedActivations(axes.col)
