@@ -3,88 +3,60 @@ not refused, and move between layouts; what cannot work is refused before a proc
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from benchmarks.coverage.measured import compared_widely
 from torch import Tensor, nn
 
 from examples import own_model
 from gridformer.checkpoint.convert.exporting import export_run
-from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run
+from gridformer.config import LayoutConfig, RunConfig, parse_run
+from gridformer.exactness import METHODS, PIPELINES, REPLICAS
 from gridformer.parallel.validation import check_layout
 from gridformer.train.plan import Plan
 from gridformer.utils.errors import ConfigError
-from tests.multirank.test_generate import both_of, likelihoods_of
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import compare
-from tests.support.multirank.matrix import SETTINGS
+from tests.support.multirank import own_networks
+from tests.support.multirank.matrix import OVER_SEQUENCE, SCHEMES, SETTINGS, Cell
+from tests.support.multirank.own_networks import NETWORKS, OF_TRANSFORMERS
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import TRAIN, assert_same_run, plan_for, start_from, train
 
-
-class Scaled(own_model.Decoder):
-    """Code of its own reads whole logits, of words that nothing divides, and a buffer."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(n_layers=3, h=48, n_heads=12)
-        self.words, self.head = nn.Embedding(301, 48), nn.Linear(48, 301, bias=False)
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, 301), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * self.scale
-
-
-def scaled() -> nn.Module:
-    return Scaled()
+OWN, SCALED = {"factory": "examples.own_model:network"}, own_networks.of("scaled")
+# Networks with the schemes, pipelines and modes of replicas of the exactness matrix.
+REFUSED_SCHEMES = ("D&SP-cSub", "Optimus, stationary weights")
+CELLS = [
+    cell
+    for cell in itertools.product(NETWORKS, SCHEMES, PIPELINES, REPLICAS)
+    if cell[1] not in REFUSED_SCHEMES
+    and (cell[0] in OF_TRANSFORMERS or (cell[2] == 1 and cell[1] not in OVER_SEQUENCE))
+]
+METHOD = dict(zip(CELLS, itertools.cycle(("", *METHODS))))
+QUICK = (
+    (NETWORKS[0], "D&SP", 1, "fsdp"),
+    ("scaled", "Megatron, sequence parallel", 1, "zero1"),
+    ("mixtral", "Optimus", 2, "none"),
+)
 
 
-GRID = {"rows": 2, "cols": 2}
-OWN = {"factory": "examples.own_model:network"}
-SCALED = {"factory": f"{__name__}:scaled", "plan": own_model.PLAN}
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "megatron": (OWN, {"scheme": "megatron", "cols": 2}),
-    "megatron s": (SCALED, {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "dp": 2}),
-    "megatron_2d": (OWN, {"scheme": "megatron_2d", **GRID, "dp": 2, "dp_mode": "zero1"}),
-    "optimus": (OWN, {"scheme": "optimus", **GRID, "dp": 2, "dp_mode": "fsdp"}),
-    "optimus, scaled": (SCALED, {"scheme": "optimus", **GRID}),
-    "branches": (SCALED, {"scheme": "subgraph", "branches": 2, "dp": 2, "dp_mode": "fsdp"}),
-    "fsdp": (OWN, {"dp": 2, "dp_mode": "fsdp"}),
-}
-QUICK = ("megatron s", "optimus")
-
-
-def told(model: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return {**ModelConfig.model_validate(model).model_dump(), **changes}
-
-
-@pytest.mark.parametrize("case", full_unless(QUICK.__contains__, LAYOUTS))
-def test_equals_one_device(pool: WorkerPool, case: str) -> None:
-    model, layout = LAYOUTS[case]
-    settings = {**SETTINGS, "recompute": "full" if "dp_mode" in layout else "none"}
-    n = LayoutConfig(**layout).n_processes
-    worst = pool.run(n, compare, layout, told(model), settings, 2)
+@pytest.mark.parametrize("cell", full_unless(QUICK.__contains__, CELLS), ids=str)
+def test_equals_one_device(pool: WorkerPool, cell: tuple[str, str, int, str]) -> None:
+    name, layout = cell[0], Cell("GPT-2", *cell[1:], False).layout
+    model, n = own_networks.of(name, max_seq_len=12), LayoutConfig(**layout).n_processes
+    check_layout(a_run(model, ".", layout))
+    settings = {**SETTINGS, **METHODS.get(METHOD[cell], {})}
+    with pool.limit(280.0):
+        worst = pool.run(n, compared_widely, layout, model, settings, 2)
     assert max(max(one.values()) for one in worst) < 1e-9, worst
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", ["megatron s", "branches"])
-def test_every_layout_says_the_same(pool: WorkerPool, case: str) -> None:
-    """Texts are continued without caches of keys, and past the length that the network reads."""
-    model, layout = told(SCALED, max_seq_len=11), LAYOUTS[case][1]
-    n = LayoutConfig(**layout).n_processes
-    alone, scores = both_of({}, model), [one.log_likelihood for one in likelihoods_of({}, model)]
-    assert pool.run(n, both_of, layout, model) == [alone] * n
-    for mine in pool.run(n, likelihoods_of, layout, model):
-        assert [one.log_likelihood for one in mine] == pytest.approx(scores, rel=1e-9)
-
-
 def a_run(model: Any, data: Path | str, layout: dict[str, Any]) -> RunConfig:
-    settings = {**TRAIN, "global_batch": 8, "eval_batches": 2, "device": "cpu"}
+    settings = {**TRAIN, "global_batch": 32, "eval_batches": 2, "device": "cpu"}
     sections = {"model": model, "data": {"path": str(data), "seq_len": 12}, "layout": layout}
     return parse_run({"name": "test", **sections, "train": settings})
 
@@ -94,7 +66,8 @@ def test_a_run_moves_without_its_plan_file(
 ) -> None:
     patterns = tmp_path / "plan.yaml"
     patterns.write_text(yaml.safe_dump(own_model.PLAN))
-    first = a_run({**SCALED, "plan": str(patterns)}, token_folder, LAYOUTS["megatron"][1])
+    megatron = {"scheme": "megatron", "cols": 2}
+    first = a_run({**SCALED, "plan": str(patterns)}, token_folder, megatron)
     patterns.unlink()
     again = parse_run(yaml.safe_load(first.to_yaml()))
     assert again == first, "all that is needed is in the run"
@@ -103,7 +76,7 @@ def test_a_run_moves_without_its_plan_file(
         run = again.model_copy(update={"layout": LayoutConfig(**layout)})
         return plan_for(run, tmp_path / out)
 
-    pool.run(2, train, plan("whole", LAYOUTS["megatron"][1]))
+    pool.run(2, train, plan("whole", megatron))
     start_from(tmp_path / "whole", tmp_path / "moved")
     pool.run(4, train, plan("moved", {"dp": 2, "dp_mode": "fsdp", "scheme": "optimus", "rows": 2}))
     assert_same_run(tmp_path / "whole", tmp_path / "moved")
@@ -111,7 +84,7 @@ def test_a_run_moves_without_its_plan_file(
         export_run(tmp_path / "moved", tmp_path / "exported")
 
 
-class Untold(Scaled):
+class Untold(own_networks.Scaled):
     """Its positions are neither a parameter nor a buffer, and its result no logits of tokens."""
 
     def __init__(self) -> None:
@@ -119,7 +92,7 @@ class Untold(Scaled):
         self.order = torch.arange(24)
 
 
-class Last(Scaled):
+class Last(own_networks.Scaled):
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens)[:, -1:]
 
@@ -130,6 +103,10 @@ def untold() -> tuple[nn.Module, None, dict[str, str]]:
 
 def last() -> tuple[nn.Module, None, dict[str, str]]:
     return Last(), None, own_model.PLAN
+
+
+def unplanned() -> nn.Module:
+    return own_networks.Scaled()
 
 
 def without_layers() -> nn.Module:
@@ -144,10 +121,14 @@ HERE = __name__
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no chain": (OWN, {"pp": 2}, "layout.pp=2: transformers has no plan for Decoder: use pp=1"),
     "heads": (OWN, {"scheme": "megatron", "cols": 8}, "must be a number that layout.cols=8 div"),
-    "no plan": ({**SCALED, "plan": {}, "n_heads": 12}, {}, "Scaled carries no plan for tensor"),
+    "no plan": (
+        {"factory": f"{HERE}:unplanned", "n_heads": 4},
+        {},
+        "Scaled carries no plan",
+    ),
+    "heads untold": (f"{HERE}:unplanned", {}, "does not tell n_heads: set it"),
     "role": ({**OWN, "plan": {"*": "opned"}, "n_heads": 4}, {}, "did you mean 'opening'"),
     "size": ({**OWN, "hidden_size": 32}, {}, "examples.own_model:network has hidden_size=64"),
-    "heads untold": ({**SCALED, "plan": {"head": "head"}}, {}, "does not tell n_heads: set it"),
     "tensor": ({"factory": f"{HERE}:untold"}, {}, "order is a tensor, and neither parameter nor"),
     "no logits": ({"factory": f"{HERE}:last"}, {}, r"makes \[1, 1, 301\] of tokens \[1, 2\]"),
     "no list": (f"{HERE}:without_layers", {}, "the network has no torch.nn.ModuleList of layers"),

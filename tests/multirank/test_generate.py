@@ -18,6 +18,7 @@ from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.zero import stored
 from tests.support.marks import full_unless
+from tests.support.multirank import own_networks
 from tests.support.multirank.exactness import CPU, axes_of, tiny
 from tests.support.multirank.layouts import n_of, name_of
 from tests.support.multirank.pool import WorkerPool
@@ -137,11 +138,19 @@ def test_every_layout_gives_the_tokens_of_one_device(
         assert found == [sampled, greedy], f"rank {rank}"
 
 
-@pytest.mark.parametrize(
-    "layout", full_unless(lambda layout: layout is LLAMA_LAYOUTS[0], LLAMA_LAYOUTS), ids=name_of
-)
-def test_a_llama_says_the_same_on_every_layout(pool: WorkerPool, layout: dict[str, Any]) -> None:
-    settings, scored = {**SETTINGS, **LLAMA}, {**SCORED, **LLAMA}
+MORE = [(LLAMA, layout) for layout in LLAMA_LAYOUTS]
+MORE += [({"factory": "scaled"}, layout) for layout in LLAMA_LAYOUTS[2:6:2]]
+MORE += [({"factory": "scaled"}, LLAMA_LAYOUTS[5])]
+
+
+@pytest.mark.parametrize(("model", "layout"), full_unless(MORE[0].__eq__, MORE, unpack=True))
+def test_other_models_say_the_same_on_every_layout(
+    pool: WorkerPool, model: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    """Networks of others are continued without cached keys."""
+    settings, scored = {**SETTINGS, **model}, {**SCORED, **model}
+    if "factory" in model:
+        settings, scored = (own_networks.of("scaled", max_seq_len=n) for n in (11, 12))
     tokens, likely = both_of({}, settings), likelihoods_of({}, scored)
     assert len({tuple(text) for text in tokens[1]}) == len(LENGTHS), "all texts are alike"
     n = n_of(layout)

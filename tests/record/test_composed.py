@@ -1,5 +1,6 @@
 """A step that is composed from short ones is the complete step: its events, memory and seconds."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import nn
 
-from examples import own_model
 from gridformer.cluster.file import load_cluster
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.memory.estimate import Changes, changes_of
@@ -29,6 +28,7 @@ from gridformer.record.rank import RankRecord, record_ranks
 from gridformer.record.step import RecordOptions, StepPart, StepRecord, record_step
 from tests.support.foreign import save_llama
 from tests.support.marks import full_unless
+from tests.support.multirank import own_networks
 from tests.support.multirank.matrix import CELLS, HEADS, QUICK, Cell, time_of
 from tests.support.multirank.memory import a_run
 from tests.support.traces import comparable
@@ -322,12 +322,13 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 
-def deep() -> tuple[nn.Module, None, dict[str, str]]:
-    return own_model.Decoder(n_layers=10, h=48, n_heads=12), None, own_model.PLAN
+OTHERS = [*itertools.product(("", f"{own_networks.__name__}:deep"), NETWORKS)]
+QUICK_OTHERS = (("", "pipeline of grids"), OTHERS[3])
 
 
-@pytest.mark.parametrize("method", full_unless("fsdp".__ne__, NETWORKS))
-@pytest.mark.parametrize("model", ["", f"{__name__}:deep"])
+@pytest.mark.parametrize(
+    ("model", "method"), full_unless(QUICK_OTHERS.__contains__, OTHERS, unpack=True)
+)
 def test_networks_of_others(tmp_path: Path, method: str, model: str) -> None:
     layout = NETWORKS[method]
     if model and method != "fsdp":  # it has no chain; which replica saves a vector does not repeat

@@ -36,20 +36,6 @@ class Made(NamedTuple):
     plan: Mapping[str, str] | None = None
 
 
-class Probed(NamedTuple):
-    """What running a network of tokens on the meta device tells.
-
-    Attributes:
-        words: The last dimension of its result.
-        width: The last dimension of what its first layer returns.
-        head: The name of the module that returns its result; empty if the network's own code does.
-    """
-
-    words: int
-    width: int
-    head: str
-
-
 def make(name: str) -> Made:
     """Calls a function by its name.
 
@@ -131,7 +117,8 @@ def path_of_layers(module: nn.Module) -> str:
     """Returns the name of the list of a network's layers, which is the longest one in no other."""
     from torch import nn
 
-    lists = {n: len(m) for n, m in module.named_modules() if isinstance(m, nn.ModuleList)}
+    kinds = nn.ModuleList
+    lists = {n: len(m) for n, m in module.named_modules() if isinstance(m, kinds) and len(m)}
     outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
     return max(outer, key=lambda name: lists[name], default="")
 
@@ -151,8 +138,12 @@ def logits_of(out: Any) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def probed(name: str, length: int) -> Probed:
+def probed(name: str, length: int) -> tuple[int, int, str]:
     """Runs a network of tokens [1, length] on the meta device.
+
+    Returns:
+        The last dimensions of its result, and of its first layer's; the name of the module that
+        returns the result, or an empty one if the network's own code does.
 
     Raises:
         UserError: It cannot be run so, or does not return logits.
@@ -160,14 +151,14 @@ def probed(name: str, length: int) -> Probed:
     import torch
 
     module, results = on_meta(name).module, dict[str, Any]()
-    layers = module.get_submodule(path := path_of_layers(module))
-    if not path:
+    if not (path := path_of_layers(module)):
         raise UserError(f"{name}: the network has no torch.nn.ModuleList of layers")
+    names = {part: n for n, part in module.named_modules() if n}
 
-    def after(part: str) -> Any:
-        return lambda _, __, out: results.update({part: out})
+    def after(part: nn.Module, _: Any, out: Any) -> None:
+        results[names[part]] = out
 
-    hooks = [part.register_forward_hook(after(n)) for n, part in module.named_modules() if n]
+    hooks = [part.register_forward_hook(after) for part in names]
     try:
         with torch.no_grad(), torch.device("meta"):
             out = logits_of(module(torch.zeros(1, length, dtype=torch.int64)))
@@ -177,13 +168,12 @@ def probed(name: str, length: int) -> Probed:
     finally:
         for hook in hooks:
             hook.remove()
-    first = results.get(f"{path}.{next(iter(layers._modules))}")
+    first = results.get(f"{path}.0")
     if out.dim() != 3 or tuple(out.shape[:2]) != (1, length):
         shape = [*out.shape]
         raise UserError(f"{name}: makes {shape} of tokens [1, {length}], not logits of each")
     head = next((part for part, result in results.items() if result is out), "")
-    width = 0 if first is None else logits_of(first).shape[-1]
-    return Probed(out.shape[-1], width, head)
+    return out.shape[-1], 0 if first is None else logits_of(first).shape[-1], head
 
 
 def sizes_of(name: str, plan: Mapping[str, str]) -> dict[str, Any]:
@@ -192,22 +182,23 @@ def sizes_of(name: str, plan: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         UserError: There is no such network.
     """
+    from torch import nn
+
     module = on_meta(name).module
     path, (words, width, _) = path_of_layers(module), probed(name, 2)
-    layer = f"{path}.{next(iter(module.get_submodule(path)._modules))}."
-    roles = [
-        (part, str(role).partition(":"))
-        for n, part in module.named_modules()
-        for pattern, role in plan.items()
-        if n.startswith(layer) and fnmatchcase(n, pattern)
-    ]
-    heads = [getattr(m, text.split(",")[0].strip(), 0) for m, (k, _, text) in roles if k == "heads"]
-    inner = [m.weight.shape[1] for m, (kind, _, _) in roles if kind.startswith("closing")]
-    names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
-    sizes = {"n_heads": next(iter(heads), 0), "ffn_size": max(inner, default=0)}
-    sizes |= {"n_layers": len(module.get_submodule(path)._modules)}
+    sizes = {"n_layers": len(module.get_submodule(path)._modules)}
     sizes |= {"hidden_size": width, "vocab_size": words}
-    sizes = {key: size for key, size in sizes.items() if size}
+    for n, part in module.named_modules():
+        for pattern, role in plan.items():
+            if not n.startswith(f"{path}.0.") or not fnmatchcase(n, str(pattern)):
+                continue
+            kind, _, text = str(role).partition(":")
+            if kind == "heads":
+                sizes.setdefault("n_heads", getattr(part, text.split(",")[0].strip(), 0))
+            elif kind.startswith("closing") and isinstance(part, nn.Linear):
+                sizes["ffn_size"] = max(sizes.get("ffn_size", 0), part.in_features)
+    sizes = {key: size for key, size in sizes.items() if isinstance(size, int) and size}
+    names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
 
     def fails(length: int) -> bool:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -435,6 +435,7 @@ def _told(values: dict[str, Any]) -> dict[str, Any]:
     try:
         made = factory.on_meta(name)
         plan = _patterns(values.get("plan")) or made.plan or {}
+        plan = plan if isinstance(plan, Mapping) else {}
         config: Any = getattr(made.module, "config", None)
         of_transformers = hasattr(config, "to_dict")
         sizes = _sizes_in(config.to_dict()) if of_transformers else factory.sizes_of(name, plan)
@@ -442,7 +443,7 @@ def _told(values: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"factory={error}") from None
     if missing := [key for key in _NEEDED if not (sizes | values).get(key)]:
         raise ValueError(f"factory={name}: the network does not tell {any_of(missing)}: set it")
-    for key in {*_NEEDED} & sizes.keys() & values.keys():
+    for key in {*_NEEDED[1:]} & sizes.keys() & values.keys():
         if values[key] != sizes[key]:
             raise ValueError(f"{key}={values[key]}: {name} has {key}={sizes[key]}; leave it out")
     return {**sizes, "plan": plan}

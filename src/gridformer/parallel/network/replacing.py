@@ -270,7 +270,7 @@ def shard_model(model: models.NetworkModel, layout: LayoutConfig, axes: Axes) ->
         }
     head = None
     if not model.reads_embeddings:  # its code may change what the head returns, and needs all of it
-        name = probed(config.factory, 2).head
+        name = probed(config.factory, 2)[2]
         head = model.module.get_submodule(name) if name else None
     with suppress(AttributeError):  # another stage has it
         head = head or model.module.get_output_embeddings()

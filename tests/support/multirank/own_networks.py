@@ -1,0 +1,63 @@
+"""Functions that return networks, as run files name them, and the values of `model` for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from examples import own_model
+from gridformer.config import ModelConfig
+
+H, HEADS, WORDS = 24, 4, 301  # no number of devices divides the words
+SIZES = {"vocab_size": WORDS, "hidden_size": H, "num_hidden_layers": 3, "pad_token_id": 0}
+SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": 2, "intermediate_size": 2 * H}
+
+
+class Scaled(own_model.Decoder):
+    """Code of its own reads whole logits and a buffer, and the head does not share its table."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(n_layers=3, h=H, n_heads=HEADS)
+        self.words, self.head = nn.Embedding(WORDS, H), nn.Linear(H, WORDS, bias=False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WORDS), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.scale
+
+
+def scaled() -> tuple[nn.Module, None, dict[str, str]]:
+    return Scaled(), None, own_model.PLAN
+
+
+def deep() -> tuple[nn.Module, None, dict[str, str]]:
+    return own_model.Decoder(n_layers=10, h=48, n_heads=12), None, own_model.PLAN
+
+
+def llama() -> nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def mixtral() -> nn.Module:
+    import transformers
+
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=3, sliding_window=5)
+    model: nn.Module = transformers.MixtralForCausalLM(config)
+    return model
+
+
+OF_TRANSFORMERS = ("llama", "mixtral")
+NETWORKS = ("examples.own_model:network", "scaled", *OF_TRANSFORMERS)
+
+
+def of(name: str, **changes: Any) -> dict[str, Any]:
+    """Return all values of `model` for a function, of this module if it is a mere word."""
+    factory = name if ":" in name else f"{__name__}:{name}"
+    return {**ModelConfig.model_validate({"factory": factory}).model_dump(), **changes}
