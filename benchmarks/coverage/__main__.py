@@ -73,7 +73,7 @@ def run_of(folder: str, layout: dict[str, Any]) -> RunConfig:
 
 def short(problem: str) -> str:
     """Returns a sentence of a refusal without its remedy, and without the place."""
-    text = REMEDY.sub("", problem)
+    text = re.sub(r"folder=\S+: ", "", REMEDY.sub("", problem))
     text = re.sub(r"^[\w.*\[\]]+: ", "", text)
     text = re.sub(
         r"\b(?:\w+\.)+(?:\d+|\*)\.([\w.]+?)(?:\.weight)?( and \d+ more)?(?=[\s:])", r"\1", text
@@ -137,7 +137,8 @@ def page(found: dict[str, list[str]]) -> list[str]:
         "two steps, for networks whose plan it can read. Networks have 2 layers (4 where one needs "
         "them), 64 wide, 4 heads and 2 of keys (4 where one needs them), random weights and no "
         "dropout. In the one process, attention and experts are those of transformers (`sdpa`, "
-        "`eager`), and on layouts those of gridformer.",
+        "`eager`). On layouts experts are those of gridformer, and in pipelines attention, too, "
+        "where a network asks for a plain one.",
         f"{machine['cpu']}, {machine['cores']} cores; torch {torch.__version__}, transformers "
         f"{transformers.__version__}; {machine['date']}, commit {machine['commit']}",
         f"`{machine['command']}`",

@@ -29,8 +29,8 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("ffn_hidden_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
     "n_shared_experts": 1,
     "num_kv_shared_layers": 0,
     **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_topk_groups"), 1),
@@ -40,6 +40,34 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "image_size": 32,
     "use_cache": False,
+}
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+# What one architecture needs beside them.
+_OWN: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [4, 2, 2]}}
+    },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "embedding_gemma2_text": {"global_head_dim": 16, "num_global_key_value_heads": 2},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [32, 32],
+        "rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]},
+    },
+    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "llama4_vision_model": {
+        "patch_size": 8,
+        "intermediate_size": 4 * 64,
+        **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 64),
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"head_dim": 8},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 32},
+}
+# What it is called with beside tokens, of these sizes, or in their place.
+_INPUTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "llama4_vision_model": {"pixel_values": (8, 3, 32, 32)},
+    "qwen3_omni_moe_talker_text": {"inputs_embeds": (8, 12, 64)},
+    "t5gemma2_decoder": {"encoder_hidden_states": (8, 12, 64)},
 }
 _WORDS, _MOST = 96, 20_000_000
 # Some networks want as many heads of keys as of queries, more layers, or a window.
@@ -90,7 +118,7 @@ def _code_of(config: Any) -> Any:
     return importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
 
 
-def small(kind: Any, changes: dict[str, Any]) -> Any:
+def small(kind: Any, changes: dict[str, Any], own: dict[str, Any]) -> Any:
     """Returns a config of a model with few narrow layers, without dropout."""
     config = kind.config_class
     known = inspect.signature(config.__init__).parameters
@@ -100,11 +128,12 @@ def small(kind: Any, changes: dict[str, Any]) -> Any:
     if "mrope_section" in inspect.getsource(_code_of(config)) and not of_kinds:
         half = int(8 * rope.get("partial_rotary_factor", 1))
         sections = [half - 2 * (half // 3), half // 3, half // 3]
-        values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **rope}
+        values["rope_parameters"] = {**_ROPE, **rope}
         values["rope_parameters"]["mrope_section"] = sections
-    made = config(**values)
+    made = config(**{**values, **own})
     for key, rate in vars(made).items():
-        if ("dropout" in key or key.endswith("pdrop")) and isinstance(rate, float):
+        random = "dropout" in key or "jitter" in key or key.endswith("pdrop")
+        if random and isinstance(rate, float):
             setattr(made, key, 0.0)
     made._experts_implementation = "eager"
     made.architectures = [kind.__name__]
@@ -116,15 +145,20 @@ def small(kind: Any, changes: dict[str, Any]) -> Any:
 def build(name: str, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
     """Returns a network with random weights, and its inputs; equal in every process."""
     kind = class_of(name)
-    config = small(kind, changes)
+    config = small(kind, changes, _OWN.get(name, {}))
     with torch.device("meta"):
         size = sum(p.numel() for p in kind(config).parameters())
     if size > _MOST:
         raise ValueError(f"it has {size / 1e6:,.0f} million parameters: other networks are in it")
     torch.manual_seed(0)
     module = kind(config)
-    tokens = torch.randint(_WORDS, (8, 12), generator=torch.Generator().manual_seed(1))
-    return module, {"input_ids": tokens} | ({"labels": tokens} if is_causal(kind) else {})
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(_WORDS, (8, 12), generator=draw)
+    more = _INPUTS.get(name, {})
+    inputs = {key: torch.randn(size, generator=draw).double() for key, size in more.items()}
+    if {"pixel_values", "inputs_embeds"} & {*inputs}:
+        return module, inputs
+    return module, {**inputs, "input_ids": tokens} | ({"labels": tokens} if is_causal(kind) else {})
 
 
 def first_that_runs(name: str) -> dict[str, Any]:

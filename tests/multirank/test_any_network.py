@@ -126,6 +126,14 @@ def llama() -> Made:
     return (*_causal("LlamaForCausalLM", config, 97, **sizes, **heads), None)
 
 
+def padded() -> Made:
+    """Llama with a mask and positions of each sample."""
+    module, inputs, plan = llama()
+    mask = torch.arange(12) > torch.arange(8).unsqueeze(1)
+    positions = mask.cumsum(1).clamp(min=1) - 1
+    return module, {**inputs, "attention_mask": mask.long(), "position_ids": positions}, plan
+
+
 def gpt2() -> Made:
     """Conv1D, a fused product of q, k and v, and a head that shares the table of tokens."""
     config = pytest.importorskip("transformers").GPT2Config
@@ -142,6 +150,15 @@ def mixtral() -> Made:
     config = pytest.importorskip("transformers").MixtralConfig
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
     return (*_causal("MixtralForCausalLM", config, 97, **MOE, **heads, num_local_experts=5), None)
+
+
+def aria() -> Made:
+    """Matrices of experts that are [in, out]."""
+    config = pytest.importorskip("transformers").AriaTextConfig
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    experts = {"moe_num_experts": 4, "moe_topk": 2, "pad_token_id": 0}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, **heads, **experts}
+    return (*_causal("AriaTextForCausalLM", config, 97, **sizes), None)
 
 
 def deepseek() -> Made:
@@ -164,7 +181,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"scheme": "megatron", "cols": 2, "dp": 2, "dp_mode": "zero1"},
     "both": {"scheme": "optimus", "cols": 2, "dp": 2, "dp_mode": "fsdp"},
 }
-NETWORKS = {made.__name__: made for made in (decoder, vit, llama, gpt2, mixtral, deepseek)}
+NETWORKS = {
+    made.__name__: made for made in (decoder, vit, llama, padded, gpt2, mixtral, aria, deepseek)
+}
 
 
 def measured(name: str, layout: dict[str, Any]) -> Any:
@@ -177,6 +196,8 @@ def measured(name: str, layout: dict[str, Any]) -> Any:
 QUICK = {
     "vit": "optimus branches",
     "llama": "both",
+    "padded": "branches",
+    "aria": "optimus",
     "gpt2": "optimus zero1",
     "mixtral": "branches both",
     "deepseek": "tokens optimus",
@@ -262,29 +283,6 @@ def test_a_step_with_clipping_and_two_batches(pool: WorkerPool, name: str) -> No
     own_model.Decoder(2, 64, 4).double().load_state_dict(whole)
 
 
-def masked() -> tuple[str, float]:
-    """What branches say to a mask, and what a grid's loss with it differs by."""
-    said: list[Any] = []
-    for layout in ({"scheme": "subgraph", "branches": 2}, {"scheme": "megatron", "cols": 2}):
-        torch.manual_seed(0)
-        module, inputs, _ = llama()
-        inputs["attention_mask"] = (torch.arange(12) > torch.arange(8).unsqueeze(1)).long()
-        expected = float(module.double()(**inputs).loss)
-        net = gridformer.parallelize(module, layout)
-        try:
-            said.append(abs(float(net(**net.local(inputs)).loss) - expected))
-        except ValueError as error:
-            said.append(str(error))
-    return said[0], said[1]
-
-
-def test_a_mask_is_read_or_refused(pool: WorkerPool) -> None:
-    pytest.importorskip("transformers")
-    refused, apart = pool.run(2, masked)[0]
-    assert "attention_mask: attention on subgraph" in refused
-    assert apart < 1e-6
-
-
 def test_windows_that_only_a_mask_has_are_left_to_it() -> None:
     """Mistral says its window where it attends, Qwen2-MoE does not."""
     transformers = pytest.importorskip("transformers")
@@ -330,6 +328,13 @@ def changed(change: Callable[[nn.Module], object]) -> nn.Module:
 
 def _in_layer(name: str, other: nn.Module) -> Callable[[nn.Module], object]:
     return lambda module: setattr(module.get_submodule("layers.1"), name, other)
+
+
+class BareNorm(nn.Module):
+    """Divides by the largest value, which is no statistic that can be summed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.abs().amax(-1, keepdim=True)
 
 
 class Inline(nn.Module):
@@ -392,11 +397,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]
         own_model.PLAN,
         r"head: head needs a plain torch\.nn\.Linear",
     ),
-    "a norm without weights": (
-        lambda: changed(_in_layer("bare", nn.RMSNorm(24, elementwise_affine=False))),
+    "another norm without weights": (
+        lambda: changed(_in_layer("bare", BareNorm())),
         LAYOUTS["optimus"],
         own_model.PLAN,
-        r"layers\.1\.bare: RMSNorm has no weight, and .* cannot sum its.*megatron_2d",
+        r"layers\.1\.bare: BareNorm is neither a LayerNorm nor an RMSNorm of .*use megatron_2d",
     ),
     "a product that is a parameter": (
         decoder_,
@@ -461,12 +466,21 @@ def small(name: str, **changes: Any) -> nn.Module:
         ("olmo2", "model.layers.*.self_attn.k_norm", "replicated"),  # reads all heads
         ("esmc", "esmc.layers.*.self_attn.q_norm", "norm sharded"),  # reads a device's heads
         ("muse_glimmer_assistant", "layers.*.self_attn.q_norm", "summed"),  # reads one head
+        ("deepseek_v32", "model.layers.*.self_attn.indexer", "summed"),  # chooses for all heads
+        ("hy_v4", "model.layers.*.self_attn.q_a_proj", "summed"),  # local_params are not its own
+        ("aria_text", "model.layers.*.mlp.experts.down_proj", "closing transposed"),
     ],
 )
 def test_roles_that_transformers_leaves_open(name: str, pattern: str, role: str) -> None:
     network = small(name, num_key_value_heads=4)
     assert (default_plan(network) or {})[pattern] == role
     check(network, LayoutConfig(**ONE))
+
+
+def test_norms_are_found_by_what_experts_return() -> None:
+    """Granite's plan has no other closing product; heads are not sharded."""
+    roles = check(small("granitemoe"), LayoutConfig(**LAYOUTS["optimus"]))
+    assert roles.modules["model.layers.0.input_layernorm"] == PlanRole("norm")
 
 
 class Sums(nn.Embedding):

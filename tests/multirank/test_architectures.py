@@ -21,18 +21,32 @@ coverage: Any = pytest.importorskip("benchmarks.coverage.__main__")
 NAMES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3"),
     *("olmo", "olmo2", "olmo3", "granite", "starcoder2", "cohere", "cohere2", "gpt_neox", "glm4"),
-    *("smollm3", "nemotron"),
+    *(
+        "smollm3",
+        "nemotron",
+        "qwen3_5_text",
+        "llama4_text",
+        "hy_v4",
+        "deepseek_v32",
+        "inkling2_text",
+    ),
+    *("jamba", "granitemoe"),
 )
-MASKS = "makes masks of attention for what a device has between sections"
 REFUSED = {
-    **{(name, "D&SP 2"): MASKS for name in ("gemma2", "gemma3_text")},
-    ("olmo", "Optimus 2x2"): "has no weight, and columns of devices cannot sum its statistics",
     ("nemotron", "pp=2"): "transformers has no plan for NemotronForCausalLM",
+    ("llama4_text", "pp=2"): "transformers has no plan for Llama4ForCausalLM",
+    ("hy_v4", "pp=2"): "layers read prev_topk_indices of others, not hidden states alone",
 }
-# Two that pipelines refuse in every session: no process is started for them.
+# Those that are refused in every session: no process is started for them.
 ALWAYS = {
     ("hrm_text", "pp=2"): "model.L_module.layers and model.H_module.layers are no chain of layers",
     ("gemma3n_text", "pp=2"): "embed_tokens_per_layer looks up tokens, and layers get embeddings",
+    ("deepseek_v4", "pp=2"): "layers read input_ids, and get embeddings alone",
+    ("qwen4_exp_text", "Optimus 2x2"): "sharded between sections, and it reads columns of what is",
+    (
+        "higgs_audio_v2",
+        "2-D Megatron 2x2",
+    ): "reads audio_token_mask of all tokens",
 }
 PAIRS = [*product(NAMES, coverage.LAYOUTS)]
 SEED = os.environ["GRIDFORMER_PAIRS"]  # set in conftest.py, equal in all workers of a session

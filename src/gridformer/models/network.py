@@ -56,7 +56,8 @@ class _Passing(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        vars(self).update({k: v for k, v in vars(layer).items() if not k.startswith("_")})
+        kind = {k: v for k in dir(layer) if isinstance(v := getattr(type(layer), k, None), str)}
+        vars(self).update({k: v for k, v in (kind | vars(layer)).items() if not k.startswith("_")})
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
         x = self.__dict__.pop("entering", x)
@@ -390,7 +391,8 @@ def _new_network(sizes: ModelConfig, on_meta: bool = True) -> Any:
     kind, config = class_of(sizes.folder)
     config.num_hidden_layers = sizes.n_layers
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: sizes.n_layers]
+        with suppress(AttributeError):  # Jamba's follow from the number of layers
+            config.layer_types = config.layer_types[: sizes.n_layers]
     if not on_meta:
         return kind(config)
     with torch.device("meta"):

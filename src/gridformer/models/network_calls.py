@@ -56,7 +56,7 @@ def attends_plainly(network: Any) -> bool:
         return False
     source = inspect.getsource(sys.modules[type(network).__module__])
     masks = set(re.findall(r"\bcreate_\w*mask\w*", source))
-    more = re.search(r"softcap=|s_aux=|position_bias=|_mask_function=", source)
+    more = re.search(r"softcap=|s_aux=|position_bias=|_mask_function=|causal_skip", source)
     known = _CALL in source and network._supports_sdpa
     # Windows must be said in the call, as there is no mask that has them.
     says = "create_sliding_window_causal_mask" not in masks or _WINDOW.search(source)

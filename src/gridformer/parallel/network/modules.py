@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gridformer import comm
 from gridformer.comm import autograd
@@ -370,7 +371,8 @@ class ReadCast(nn.Module):
 
 
 class Experts(ReadCast):
-    """Comes before the class of experts, whose matrices [experts, out, in] are sharded.
+    """Comes before the class of experts, whose matrices [experts, out, in], or transposed, are
+    sharded.
 
     Every column of devices has a part of each expert, and computes a part of the sum. A matrix that
     rows of devices shard is gathered for each pass.
@@ -396,10 +398,12 @@ class Experts(ReadCast):
         return leave(super().__call__(*map(entered, args), **kwargs), whole)
 
     def read(self, name: str, value: Tensor) -> Tensor:
-        value = _gathered(value, self.axes.row, 2 if self.matrices[name].kind == "opening" else 1)
+        role = self.matrices[name]
+        outside, inside = (2, 1) if (role.kind == "opening") != role.turned else (1, 2)
+        value = _gathered(value, self.axes.row, outside)
         if name in self.alternating and not self.grouped:
-            parts = value.unflatten(1, (-1, self.alternating[name]))
-            value = parts.transpose(1, 2).flatten(1, 2)
+            parts = value.unflatten(inside, (-1, self.alternating[name]))
+            value = parts.transpose(inside, inside + 1).flatten(inside, inside + 1)
         return value
 
 
@@ -409,10 +413,12 @@ def shard_experts(
     """Shards the matrices of experts, which have roles, and lets their code read its parts."""
     alternating = {}
     for name, role in matrices.items():
-        widths, order = role.widths(experts.get_parameter(name).shape[1]), None
+        shape = experts.get_parameter(name).shape
+        widths, order = role.widths(shape[2 if role.turned else 1]), None
         if len(widths) > 1 and getattr(experts, "is_concatenated", True):  # else they alternate
             alternating[name], order = len(widths), order_of_parts(widths, widths[0])
-        cut_ = (None, "col", "row") if role.kind == "opening" else (None, "row", "col")
+        rows_first = (role.kind == "opening") == role.turned
+        cut_ = (None, "row", "col") if rows_first else (None, "col", "row")
         place(experts, name, ParamPlacement(cut_), order)
     config = getattr(experts, "config", None)
     grouped = getattr(config, "_experts_implementation", None) == "gridformer"
@@ -472,7 +478,7 @@ class Norm(nn.Module):
     """A norm over h, which columns may shard; its weight is `plus` more than the parameter.
 
     It is a LayerNorm if it is `centered`, else an RMSNorm. It returns the type of x, whatever that
-    of the weight is.
+    of the weight is. Without a weight, `width` is h.
     """
 
     def __init__(
@@ -482,10 +488,11 @@ class Norm(nn.Module):
         axis: Axis,
         placement: ParamPlacement,
         place: Place,
+        width: int = 0,
     ) -> None:
         super().__init__()
-        (self.eps, self.plus, self.centered), self.axis = known, axis
-        self.weight: nn.Parameter = plain.weight  # type: ignore[assignment]
+        (self.eps, self.plus, self.centered), self.axis, self.width = known, axis, width
+        self.weight: nn.Parameter | None = getattr(plain, "weight", None)
         self.bias: nn.Parameter | None = getattr(plain, "bias", None)
         for name, _ in [*self.named_parameters()]:
             place(self, name, placement, None)
@@ -494,7 +501,14 @@ class Norm(nn.Module):
             vars(self).update({key: value for key, value in said if isinstance(value, float)})
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight + self.plus if self.plus else self.weight
+        if self.weight is None:
+            if self.axis.size > 1 and x.shape[-1] * self.axis.size != self.width:
+                raise ValueError(
+                    f"a norm of {self.width} gets {[*x.shape]} on {self.axis.size} columns"
+                )
+            weight = x.new_ones(x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
+        else:
+            weight = self.weight + self.plus if self.plus else self.weight
         if self.axis.size > 1:
             centered = self.centered and self.bias is None
             bias = torch.zeros_like(weight) if centered else self.bias
@@ -513,16 +527,18 @@ def known_norm(norm: nn.Module) -> tuple[float, float, bool] | None:
     dimension.
     """
     weight: Any = getattr(norm, "weight", None)
-    shape, has_bias = getattr(weight, "shape", ()), getattr(norm, "bias", None) is not None
-    vectors = {"weight", "bias"} if has_bias else {"weight"}
+    has_bias = getattr(norm, "bias", None) is not None
+    shape = getattr(norm, "normalized_shape", (8,)) if weight is None else weight.shape
     gated = len(inspect.signature(norm.forward).parameters) > 1
+    vectors = {name for name in ("weight", "bias") if getattr(norm, name, None) is not None}
     if {name for name, _ in norm.named_parameters()} != vectors or len(shape) != 1 or gated:
         return None
     names = ("eps", "variance_epsilon", "epsilon")
     said = tuple(e for name in names if isinstance(e := getattr(norm, name, None), float))
-    key = type(norm), said, has_bias, weight.dtype
+    dtype = torch.get_default_dtype() if weight is None else weight.dtype
+    key = type(norm), said, has_bias, dtype, weight is None
     if key not in _known:
-        _known[key] = _probed(norm, shape, said)
+        _known[key] = _probed(norm, shape, said, dtype)
     return _known[key]
 
 
@@ -530,10 +546,10 @@ _known: dict[Any, tuple[float, float, bool] | None] = {}
 
 
 def _probed(
-    norm: nn.Module, shape: tuple[int, ...], said: tuple[float, ...]
+    norm: nn.Module, shape: tuple[int, ...], said: tuple[float, ...], dtype: torch.dtype
 ) -> tuple[float, float, bool] | None:
     probe: Any = copy.deepcopy(norm).to_empty(device="cpu")
-    dtype = torch.promote_types(probe.weight.dtype, torch.float32)
+    dtype = torch.promote_types(dtype, torch.float32)
     probe = probe.to(dtype)
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(8, *shape, generator=draw, dtype=dtype)
@@ -542,12 +558,13 @@ def _probed(
         for parameter in probe.parameters():
             parameter.copy_(torch.rand(shape, generator=draw) + 0.5)
         try:
-            y, weight, bias = probe(x), probe.weight, getattr(probe, "bias", None)
+            y, bias = probe(x), getattr(probe, "bias", None)
+            weight = getattr(probe, "weight", None)
         except (TypeError, AttributeError, RuntimeError):  # it reads more than x, such as a gate
             return None
-        for eps in said or [torch.finfo(dtype).eps]:
+        for eps in said or [torch.finfo(dtype).eps, 1e-5, 1e-6]:
             for plus in (0.0, 1.0):
-                w: Any = weight + plus
+                w: Any = None if weight is None else weight + plus
                 if torch.allclose(y, F.layer_norm(x, shape, w, bias, eps), rtol=1e-4):
                     return eps, plus, True
                 if bias is None and torch.allclose(y, F.rms_norm(x, shape, w, eps), rtol=1e-4):
@@ -563,9 +580,37 @@ def cut_at_first(layer: nn.Module, boundary: Sharded) -> None:
     _change_input(layer, lambda x: cut(x, boundary))
 
 
-def enter_inside(module: nn.Module, boundary: Replicated) -> None:
+def enter_inside(module: nn.Module, boundary: Replicated, beside: Beside | None) -> None:
     """Lets all code inside a module see whole tokens in its first activation."""
-    _change_input(module, lambda x: enter(x, boundary))
+    _change_input(module, lambda x: enter(x, boundary), beside)
+
+
+class Beside:
+    """Gathers what a module gets beside its activation for each sample: masks, angles of positions.
+
+    So they are those of all branches' samples, if the activation is.
+    """
+
+    def __init__(self, boundary: Replicated) -> None:
+        self.boundary = boundary
+        self._gathered = WeakTensorKeyDictionary()  # layers read the same ones
+
+    def __call__(self, value: Any, activation: Tensor) -> Any:
+        if type(value) in (dict, list, tuple):
+            is_dict = type(value) is dict
+            ours: dict[Any, Any] = value if is_dict else dict(enumerate(value))
+            new = {key: self(one, activation) for key, one in ours.items()}
+            if all(new[key] is one for key, one in ours.items()):
+                return value  # in which layers may leave something
+            return new if is_dict else type(value)(new.values())
+        if not isinstance(value, Tensor) or value.requires_grad or value.dim() < 2:
+            return value
+        alone = value.dim() < 3 and value.is_floating_point()  # [s, d] of all samples alike
+        if alone or len(value) != len(activation) or value.shape == activation.shape:
+            return value
+        if value not in self._gathered:
+            self._gathered[value] = self.boundary.gather(value.contiguous()).wait()
+        return self._gathered[value]
 
 
 def join_at_last(layer: nn.Module, boundary: Sharded) -> None:
@@ -573,10 +618,30 @@ def join_at_last(layer: nn.Module, boundary: Sharded) -> None:
     _change_output(layer, lambda x: join(x, boundary))
 
 
-def compute_whole(module: nn.Module, boundary: Sharded) -> None:
+def compute_whole(module: nn.Module, boundary: Sharded, beside: Beside | None) -> None:
     """Lets every device compute a module between sections whole, of all tokens and all of h."""
-    _change_input(module, lambda x: join(x, boundary))
-    _change_output(module, lambda x: cut(x, boundary))
+    _change_input(module, lambda x: join(x, boundary), beside)
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        shape = given[_first(given)].shape
+
+        def part(x: Any, reads: bool) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                return x
+            if x.dim() < len(shape) and x.shape == (shape[:-1].numel(), shape[-1]):
+                return part(x.view(shape), reads).flatten(0, -2)
+            if x.dim() >= min(len(shape), 3) and x.shape[boundary.dim] == shape[boundary.dim]:
+                return cut(x, boundary)
+            # Weights of streams, which code around it multiplies by a part of h.
+            return enter(x, Replicated(boundary.col)) if reads else x
+
+        several = out if isinstance(out, tuple) else (out,)
+        reads = boundary.dim == -1 and several[0].shape[-1] != shape[-1]
+        parts = tuple(part(x, reads) for x in several)
+        return parts if isinstance(out, tuple) else parts[0]
+
+    module.register_forward_hook(hook, with_kwargs=True)
 
 
 def _change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -590,20 +655,30 @@ def _change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Non
     module.register_forward_hook(hook)
 
 
-def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Changes the first floating-point tensor that a module is called with."""
+def _change_input(
+    module: nn.Module, change: Callable[[Tensor], Tensor], beside: Beside | None = None
+) -> None:
+    """Changes the first floating-point tensor that a module is called with, and what is beside."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for i, x in enumerate(args):
-            if isinstance(x, Tensor) and x.is_floating_point():
-                return (*args[:i], change(x), *args[i + 1 :]), kwargs
-        for name in ("hidden_states", *kwargs):
-            x = kwargs.get(name)
-            if isinstance(x, Tensor) and x.is_floating_point():
-                return args, {**kwargs, name: change(x)}
-        return None
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        if (first := _first(given)) is None:
+            return None
+        x = given[first]
+        if beside is not None:
+            given = {name: beside(value, x) for name, value in given.items()}
+        given[first] = change(x)
+        return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
 
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+    # What is registered later is around what has been.
+    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+
+def _first(given: dict[Any, Any]) -> Any:
+    """Returns the key of the activation among arguments, by number or name."""
+    names = sorted(given, key=lambda name: (isinstance(name, str), name != "hidden_states"))
+    tensors = (name for name in names if isinstance(given[name], Tensor))
+    return next((name for name in tensors if given[name].is_floating_point()), None)
 
 
 class OutputHooks:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from gridformer import comm
 from gridformer.comm.autograd import one_thread
 from gridformer.config import LayoutConfig
-from gridformer.models.network_calls import NAME, attend_in
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.build import initialize
 from gridformer.parallel.data import fsdp
@@ -30,11 +29,10 @@ from gridformer.parallel.data.zero import cut_over_replicas, replica_part, store
 from gridformer.parallel.network import modules as parts
 from gridformer.parallel.network.refusals import check
 from gridformer.parallel.network.replacing import Sharding
-from gridformer.parallel.registry import describe_layout, spec_of
+from gridformer.parallel.registry import describe_layout
 from gridformer.parallel.sharding import ParamInfo, info_of
 
 LABEL = "network"
-_MASKED = ("attention_mask", "position_ids", "token_type_ids")
 
 
 def parallelize(
@@ -62,8 +60,6 @@ def parallelize(
     if not isinstance(layout, LayoutConfig):
         layout = LayoutConfig.model_validate({**layout})
     roles = check(module, layout, plan)
-    if spec_of(layout).boundary(layout).activation_layout == "b":
-        attend_in(module)  # masks would be those of a device's own samples
     n = dist.get_world_size() if dist.is_initialized() else 1
     if n != layout.n_processes:
         raise RuntimeError(
@@ -139,18 +135,7 @@ class Network:
         self._is_open = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the network on this process's samples.
-
-        Raises:
-            ValueError: It is given a mask or positions, which branches do not attend by.
-        """
-        given = [name for name in _MASKED if kwargs.get(name) is not None]
-        config = getattr(self.module, "config", None)
-        if given and getattr(config, "_attn_implementation", "") == NAME:
-            raise ValueError(
-                f"{', '.join(given)}: attention on {describe_layout(self.layout)} is causal alone: "
-                "leave it out, or use another scheme"
-            )
+        """Runs the network on this process's samples."""
         self._open()
         return self.module(*args, **kwargs)
 

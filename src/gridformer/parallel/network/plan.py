@@ -9,6 +9,7 @@ A plan maps patterns to roles. A pattern is a name in `named_modules()`, or of a
     head             an opening product whose results are gathered, such as the head of logits
     closing          a product that reads such columns, and whose partial sums are added up
     closing split    a closing product that is given whole activations, and reads its columns
+    opening transposed, closing transposed: a matrix of experts [experts, in, out]
     embedding        a table of which every column of devices has some rows
     norm             over the width of the residual; LayerNorm and RMSNorm are found without a plan
     norm sharded     over all columns of an opening product, of which a device has some
@@ -26,7 +27,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -43,6 +44,7 @@ KINDS = (
 _OF_TRANSFORMERS = {
     "colwise": "opening",
     "packed_colwise": "opening: 2 parts",
+    "packed_rowwise": "opening transposed: 2 parts",
     "colwise_gather_output": "head",
     "rowwise": "closing",
     "rowwise_split_input": "closing split",
@@ -59,7 +61,7 @@ _LATENT = {
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), "opening"),
     "o_proj": "closing",
     **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_layernorm"), "summed"),
-    "kv_a_proj_with_mqa": "summed",
+    **dict.fromkeys(("kv_a_proj_with_mqa", "indexer"), "summed"),
 }
 
 
@@ -68,8 +70,10 @@ class PlanRole:
     """A role, as its text in a plan says.
 
     Attributes:
-        parts: The widths of parts of an opening product, or their number alone if they are equal.
+        parts: The widths of parts of an opening product, or their number alone if they are equal;
+            the width of a norm without a weight.
         split: Whether a closing product is given whole activations, or a norm sharded ones.
+        turned: Whether matrices of experts are [experts, in, out].
         attributes: The names after `heads:`.
     """
 
@@ -77,6 +81,7 @@ class PlanRole:
     parts: tuple[int, ...] = ()
     split: bool = False
     attributes: tuple[str, ...] = ()
+    turned: bool = False
 
     @staticmethod
     def of(text: str) -> PlanRole:
@@ -86,6 +91,8 @@ class PlanRole:
             ValueError: There is no such role.
         """
         kind, _, rest = (word.strip() for word in str(text).partition(":"))
+        if kind in ("opening transposed", "closing transposed"):
+            return replace(PlanRole.of(str(text).replace(" transposed", "")), turned=True)
         if kind == "heads" and (names := re.findall(r"\w+", rest)):
             return PlanRole("heads", attributes=tuple(names))
         if kind == "opening" and (several := re.fullmatch(r"(\d+) parts", rest)):
@@ -147,6 +154,15 @@ class Roles:
         above, _, last = name.rpartition(".")
         return above in self.lists and last.isdecimal()
 
+    def for_samples(self) -> Roles:
+        """Returns the roles where devices have samples between sections, and sections few of them.
+
+        What has no products there is computed for a device's own samples.
+        """
+        products = [name for name, role in self.modules.items() if role.kind != "norm"]
+        holds = (any(n.startswith(f"{one}.") for n in products) for one in self.whole)
+        return replace(self, whole=[one for one, some in zip(self.whole, holds) if some])
+
     def in_whole(self, name: str) -> bool:
         """Whether a module or parameter is part of one that every device computes whole."""
         return any(name.startswith(f"{one}.") for one in self.whole)
@@ -170,8 +186,9 @@ def default_plan(network: nn.Module) -> dict[str, str] | None:
         dims = {p.dim() for name, p in network.named_parameters() if fnmatchcase(name, pattern)}
         if dims and not matches and kind == "colwise" and dims != {3}:
             role = "local"
-        if dims == {3} and kind == "colwise" and pattern.endswith("gate_up_proj"):
-            role = "opening: 2 parts"  # whatever the plan of Inkling says
+        if dims == {3} and kind == "colwise":  # whatever the plan of Inkling says
+            is_first = pattern.endswith("gate_up_proj")
+            role = "opening: 2 parts" if is_first else "closing transposed"
         if matches or dims:
             plan[pattern] = role
     for more in (_of_tied, _of_norms, _of_latent):
@@ -186,7 +203,7 @@ def _of_latent(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> dic
         above, _, last = name.rpartition(".")
         for child, role in _LATENT.items() if last == "kv_b_proj" else ():
             latent = f"{above}.{child}"
-            if latent in modules and _given(latent, plan) is None:
+            if latent in modules and _given(f"{latent}.weight", plan) is None:
                 found[re.sub(r"(?<=\.)\d+(?=\.)", "*", latent)] = role
     return found
 
@@ -210,7 +227,7 @@ def _of_norms(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> dict
         product = f"{path}.{leaf.partition('_')[0]}_proj"
         weight: Any = getattr(norm, "weight", None)
         is_norm = "Norm" in type(norm).__name__ and weight is not None
-        if not is_norm or product not in modules or _given(name, plan) is not None:
+        if not is_norm or product not in modules or _given(f"{name}.weight", plan) is not None:
             continue
         reads, n_out = _given(product, plan), getattr(modules[product], "out_features", 0)
         role = "replicated" if reads == "head" else ""
@@ -264,7 +281,7 @@ def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
     kinds = ("opening", "head", "closing", "experts")
     products = {name for name, role in roles.modules.items() if role.kind in kinds}
     roles.lists = _lists_of_layers(modules, products, roles)
-    widths = _residual_widths(modules, roles)
+    widths = _residual_widths(modules, roles, parsed)
     ends = [
         name
         for name in products
@@ -291,6 +308,13 @@ def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
         else:
             roles.not_placed.append(name)
     roles.whole = _whole(modules, roles)
+    width = next(iter(widths)) if len(widths) == 1 else ()
+    inside = tuple(f"{holder_of(name, modules)}." for name in products if roles.in_layers(name))
+    for name, module in modules.items():
+        bare = "Norm" in type(module).__name__ and not any(True for _ in module.parameters())
+        between = roles.in_layers(name) and not roles.in_whole(name)
+        if bare and between and not name.startswith(inside):
+            roles.modules.setdefault(name, PlanRole("norm", width))
     return roles
 
 
@@ -315,11 +339,14 @@ def _is_of_experts(name: str, network: nn.Module, parsed: Mapping[str, PlanRole]
 
 def _given(name: str, parsed: Mapping[str, Role]) -> Role | None:
     """Returns the role of a parameter, or of the innermost module around it that has one."""
-    while name:
+    around = name
+    while around:
         for pattern, role in parsed.items():
-            if getattr(role, "kind", role) != "heads" and fnmatchcase(name, pattern):
+            kind = getattr(role, "kind", role)
+            inherits = kind != "local" or around in (name, name.rpartition(".")[0])
+            if kind != "heads" and inherits and fnmatchcase(around, pattern):
                 return role
-        name = name.rpartition(".")[0]
+        around = around.rpartition(".")[0]
     return None
 
 
@@ -343,13 +370,20 @@ def _lists_of_layers(
     return lists
 
 
-def _residual_widths(modules: Mapping[str, nn.Module], roles: Roles) -> set[tuple[int, ...]]:
+def _residual_widths(
+    modules: Mapping[str, nn.Module], roles: Roles, parsed: Mapping[str, PlanRole]
+) -> set[tuple[int, ...]]:
     """Returns the shapes of vectors as wide as the results of closing products."""
     widths: set[tuple[int, ...]] = set()
     for name, role in roles.modules.items():
         weight = getattr(modules.get(name), "weight", None)
         if role.kind == "closing" and weight is not None and weight.dim() == 2:
             widths.add((weight.shape[1 if is_conv1d(modules[name]) else 0],))
+        matrices = modules[name].named_parameters(recurse=False)
+        for leaf, matrix in matrices if role.kind == "experts" else ():
+            given = _given(f"{name}.{leaf}", parsed)
+            if given is not None and given.kind == "closing" and matrix.dim() == 3:
+                widths.add((matrix.shape[2 if given.turned else 1],))
     return widths
 
 

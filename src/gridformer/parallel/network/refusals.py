@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -64,6 +66,13 @@ def run_problems(run: RunConfig) -> Iterator[str]:
         again = table and isinstance(part, nn.Embedding) and part is not table()
         if again and part.num_embeddings in words:
             yield f"{name} looks up tokens, and layers get embeddings alone: use parallelize()"
+    layers = module.get_submodule(factory.path_of_layers(module)).children()
+    read = {name for layer in layers for name in inspect.signature(layer.forward).parameters}
+    for name in sorted(read):
+        if "input_ids" in name:
+            yield f"layers read {name}, and get embeddings alone: use parallelize()"
+        elif pp > 1 and name.startswith("prev_"):
+            yield f"layout.pp={pp}: layers read {name} of others, not hidden states alone: use pp=1"
     roles = roles_of(module, run.model.plan or None)
     attends = network_calls.attends_plainly(module) and not roles.latent
     yield from _unsupported(one_stage, attends)
@@ -144,6 +153,7 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
         return
     modules = dict(module.named_modules(remove_duplicate=False))
     between = spec_of(layout).boundary(layout).activation_layout
+    roles = roles.for_samples() if between == "b" else roles
     key, n = columns_of(layout)
     columns = f"layout.{key}={n}"
     if between != "replicated" and not roles.lists:
@@ -160,24 +170,33 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
         yield from _of_module(name, modules[name], role, roles, layout, between)
         if role.kind == "opening":
             yield from _of_heads(name, modules, role, layout)
-    if between == "h":
-        yield from _of_bare_norms(modules, roles)
     yield from _of_entered(modules, roles, between)
-    if between in ("s", "b"):
-        config = getattr(module, "config", None)
-        windows = vars(config).get("sliding_window") if config is not None else None
-        by_torch = getattr(config, "_attn_implementation", "sdpa") == "sdpa"
-        plain = network_calls.attends_plainly(module) or (by_torch and not windows)
-        if not plain and (between == "b" or pp > 1):
+    config = getattr(module, "config", None)
+    by_torch = getattr(config, "_attn_implementation", "sdpa") == "sdpa"
+    plain = by_torch and not (config is not None and vars(config).get("sliding_window"))
+    if between == "s" and pp > 1 and not plain and not network_calls.attends_plainly(module):
+        yield (
+            f"{type(module).__name__} makes masks of attention for what a device has between "
+            "sections: use scheme=megatron without sequence_parallel, or optimus"
+        )
+    for name, layer in modules.items() if between == "s" else ():
+        for read in inspect.signature(layer.forward).parameters if roles.is_layer(name) else ():
+            if read.endswith("token_mask"):
+                yield (
+                    f"{name} reads {read} of all tokens, and devices have some between sections: "
+                    "use scheme=megatron without sequence_parallel, or optimus"
+                )
+    for name in roles.whole if between != "replicated" else ():
+        above, _, leaf = name.rpartition(".")
+        try:
+            code = inspect.getsource(type(modules[above]))
+        except (OSError, TypeError):
+            continue  # it was typed at a prompt
+        calls = {*re.findall(rf"\bself\.{leaf}\.(\w+)\(", code)} - {*modules[name]._modules}
+        if calls:
             yield (
-                f"{type(module).__name__} makes masks of attention for what a device has between "
-                "sections: use scheme=megatron without sequence_parallel, or optimus"
-            )
-        rotary = getattr(config, "rope_parameters", None) or {}
-        if between == "b" and "mrope_section" in rotary:
-            yield (
-                f"{type(module).__name__} has angles of its positions for each sample, and a "
-                "section reads samples of all branches: use scheme=megatron or optimus"
+                f"{name}: activations are sharded between sections, and {above} calls "
+                f"{', '.join(sorted(calls))} of it: use scheme=megatron without sequence_parallel"
             )
     yield from _of_shared(module, roles, layout)
     for name, role in roles.heads.items():
@@ -193,7 +212,7 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
         if role.kind == "local" and (not size or size[0] % n):
             yield f"{name} {list(size)}: dimension 0 does not divide by {columns}"
         inside = roles.in_layers(name) and not roles.in_whole(name)
-        if role.kind == "replicated" and between != "replicated" and inside:
+        if role.kind == "replicated" and between in ("s", "h") and inside:
             yield (
                 f"{name}: replicated parameters inside layers need whole activations between "
                 "sections: use scheme=megatron without sequence_parallel"
@@ -213,7 +232,7 @@ def _of_heads(
     head = _head_width(modules[holder_of(name, modules)])
     weight: Any = product.weight
     for width in dict.fromkeys(role.widths(weight.shape[1 if is_conv1d(product) else 0])):
-        if width % n == 0 and width // n % head:
+        if width % n == 0 and width >= head and width // n % head:  # else one column for each head
             yield (
                 f"{name}: its {width // head} heads of width {head} do not divide by "
                 f"layout.{key}={n}"
@@ -226,7 +245,9 @@ def _of_entered(modules: Mapping[str, nn.Module], roles: Roles, between: str) ->
     So it is where tokens are sharded, and where opening products read a latent.
     """
     norms = [name for name, role in roles.modules.items() if role.kind == "norm" and not role.split]
-    for name, role in roles.modules.items():
+    kinds = roles.modules.items()
+    opened = {holder_of(name, modules) for name, role in kinds if role.kind in ("opening", "head")}
+    for name, role in kinds:
         if role.kind == "experts":
             if between != "replicated" and not roles.in_whole(name):
                 yield (
@@ -236,6 +257,12 @@ def _of_entered(modules: Mapping[str, nn.Module], roles: Roles, between: str) ->
             continue
         opens = role.kind in ("opening", "head") and roles.in_layers(name)
         holder = holder_of(name, modules)
+        between_sections = role.split and role.kind == "closing" and roles.in_layers(name)
+        if between_sections and between != "replicated" and holder not in opened:
+            yield (
+                f"{name}: activations are sharded between sections, and it reads columns of what "
+                "is between them: use scheme=megatron without sequence_parallel"
+            )
         sharded = between in ("s", "b") and not roles.in_whole(name)
         if not opens or not (sharded or holder in roles.latent):
             continue
@@ -244,21 +271,6 @@ def _of_entered(modules: Mapping[str, nn.Module], roles: Roles, between: str) ->
                 f"{name}: activations are sharded between sections, and {holder} also computes "
                 "what is between them: put the section into a module of its own, or use "
                 "scheme=megatron without sequence_parallel, or optimus"
-            )
-
-
-def _of_bare_norms(modules: Mapping[str, nn.Module], roles: Roles) -> Iterator[str]:
-    """Norms without parameters have no role, and would see a part of h alone between sections."""
-    opens = [n for n, r in roles.modules.items() if r.kind == "opening"]
-    holders = {holder_of(name, modules) for name in opens}
-    for name, module in modules.items():
-        bare = "Norm" in type(module).__name__ and not any(True for _ in module.parameters())
-        inside = roles.in_layers(name) and not roles.in_whole(name)
-        if bare and inside and name.rpartition(".")[0] not in holders:
-            kind = type(module).__name__
-            yield (
-                f"{name}: {kind} has no weight, and columns of devices cannot sum its statistics: "
-                "use scheme=megatron_2d"
             )
 
 
@@ -313,11 +325,12 @@ def _of_module(
     hooked = parts.has_hooks(module)
     if role.kind == "norm":
         over_h = between == "h" and roles.in_layers(name)
-        if (over_h or role.split) and parts.known_norm(module) is None:
+        bare = not any(True for _ in module.parameters()) and not role.parts
+        if (over_h or role.split) and (bare or parts.known_norm(module) is None):
             remedy = "cols=1" if role.split else "megatron_2d"
             yield (
-                f"{name}: {type(module).__name__} is neither a LayerNorm nor an RMSNorm, "
-                f"whose statistics columns of devices can sum: use {remedy}"
+                f"{name}: {type(module).__name__} is neither a LayerNorm nor an RMSNorm of one "
+                f"width, whose statistics columns of devices can sum: use {remedy}"
             )
         return
     if role.kind == "experts":
@@ -362,7 +375,7 @@ def _of_experts(name: str, module: nn.Module, roles: Roles, layout: LayoutConfig
         role = roles.parameters.get(f"{name}.{leaf}")
         if role is None:
             continue
-        _, n_out, n_in = parameter.shape
+        n_out, n_in = parameter.shape[1:] if not role.turned else parameter.shape[:0:-1]
         between, outer = (role.widths(n_out), n_in) if role.kind == "opening" else ((n_in,), n_out)
         sizes = [(width, key, cols) for width in dict.fromkeys(between)]
         for size, axis, n in (*sizes, (outer, "rows", layout.rows)):

@@ -50,10 +50,11 @@ class Sharding:
         boundary = spec_of(layout).boundary(layout)
         self.branched = boundary.activation_layout == "b"
         if self.branched:  # a grid of one row
-            axes = replace(axes, col=axes.branch)
+            roles, axes = roles.for_samples(), replace(axes, col=axes.branch)
         self.axes = axes
         self.boundary = boundary_of(boundary, axes)
         self.whole = Replicated(axes.col)
+        self._beside = parts.Beside(self.boundary) if self.branched else None
         # Gradients of what all devices of a row compute alike are equal there; rows have other
         # samples. They are summed over the grid with those of column 0 alone.
         self.equal = ParamPlacement((), copies="grid", partial=axes.row.size > 1)
@@ -73,7 +74,7 @@ class Sharding:
         self._replace(module, roles, boundary.activation_layout)
         if isinstance(self.boundary, Sharded):
             for name in roles.whole:
-                parts.compute_whole(module.get_submodule(name), self.boundary)
+                parts.compute_whole(module.get_submodule(name), self.boundary, self._beside)
         for name, role in roles.parameters.items():
             parent, _, leaf = name.rpartition(".")
             owner = module.get_submodule(parent)
@@ -144,7 +145,8 @@ class Sharding:
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, made[plain])
         for name, boundary in holders.items():
-            parts.enter_inside(modules[name], boundary)
+            beside = self._beside if boundary is self.boundary else None
+            parts.enter_inside(modules[name], boundary, beside)
         if self.axes.row.size > 1:
             self._gather_ahead(modules, roles, made)
 
@@ -198,17 +200,17 @@ class Sharding:
         if role.kind == "embedding":
             assert isinstance(plain, nn.Embedding)
             return parts.shard_table(plain, self._place, self.axes)
-        return self._local(plain, vector, self.axes.col if by_width else None)
+        return self._local(plain, vector, self.axes.col if by_width else None, sum(role.parts))
 
     def _local(
-        self, plain: nn.Module, placement: ParamPlacement, axis: Axis | None = None
+        self, plain: nn.Module, placement: ParamPlacement, axis: Axis | None = None, width: int = 0
     ) -> nn.Module:
         """Returns the form of a module that sends nothing, except for a norm over an axis."""
         if type(plain) is nn.Linear and not parts.has_hooks(plain):
             return parts.Whole(plain, placement, self._place)
         known = parts.known_norm(plain)
         if known is not None:
-            return parts.Norm(plain, known, axis or Axis("col"), placement, self._place)
+            return parts.Norm(plain, known, axis or Axis("col"), placement, self._place, width)
         assert axis is None, "the check of a layout has looked at it"
         names = tuple(name for name, _ in plain.named_parameters(recurse=False))
         for name in names:
