@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import product
 from typing import NamedTuple
 
 from gridformer.config import LayoutConfig, RunConfig
@@ -35,31 +34,23 @@ class ShortSchedule(NamedTuple):
     schedules: list[list[PartKey] | None]
 
 
-def shortened(
-    layout: LayoutConfig,
-    indices: Sequence[int],
-    training: bool = True,
-    alike: Sequence[int] = (),
-) -> ShortSchedule:
+def shortened(layout: LayoutConfig, indices: Sequence[int], training: bool = True) -> ShortSchedule:
     """Returns a short schedule that has all kinds of parts of a rank, and those of other ranks.
 
     Args:
         layout: The layout.
         indices: The indices along pp of ranks. The first is that of the schedule's rank.
         training: Whether there are backward passes.
-        alike: For each stage of a rank the first one that does the same;
-            without it no stage of a rank is like another one.
     """
     pp, k, m = layout.pp, layout.stages_per_rank, layout.micro_batches
-    alike = alike or range(k)
     orders = actions_of(layout.pipeline_order, pp, k, m)
     orders = orders if training else forwards(orders)
     wholes = [Itinerary.of(orders, index, k * pp) for index in indices]
-    schedules = [keys_of(whole, pp, alike) for whole in wholes]
+    schedules = [keys_of(whole, pp) for whole in wholes]
     wanted = [{*keys} for keys in schedules]
     short, best, there, most = wholes[0], schedules[0], wanted[0], 0
-    for other in _with_few_micro_batches(wholes[0], m, pp, alike):
-        keys = keys_of(other, pp, alike)
+    for other in _with_few_micro_batches(wholes[0], m):
+        keys = keys_of(other, pp)
         kinds = {*keys}
         covered = sum(one <= kinds for one in wanted) if wanted[0] <= kinds else 0
         if covered > most:
@@ -71,22 +62,12 @@ def shortened(
     )
 
 
-def _with_few_micro_batches(
-    whole: Itinerary, m: int, pp: int, alike: Sequence[int]
-) -> Iterator[Itinerary]:
-    """Yields a schedule with the first of m micro-batches, or with the first and the last.
-
-    Stages that do the same as an earlier one run no more than two of them if that suffices.
-    """
-    several = len({*alike}) < len(alike)
-    for n, two in product(range(1, min(m, _MOST + 1)), sorted({several, False}, reverse=True)):
-        for last in sorted({0, n // 2}) if n > 2 or not two else ():
-            every = [*range(n - last), *range(m - last, m)]
-            micros = [
-                {every[0], every[-1]} if two and like != i else {*every}
-                for i, like in enumerate(alike)
-            ]
-            actions = tuple(a for a in whole.actions if a.micro in micros[a.stage // pp])
+def _with_few_micro_batches(whole: Itinerary, m: int) -> Iterator[Itinerary]:
+    """Yields a schedule with the first of m micro-batches, or with the first and the last."""
+    for n in range(1, min(m, _MOST + 1)):
+        for last in sorted({0, n // 2}) if n > 2 else (0,):
+            micros = {*range(n - last), *range(m - last, m)}
+            actions = tuple(a for a in whole.actions if a.micro in micros)
             mine = {*actions}
             sends = {a: message for a, message in whole.sends.items() if a in mine}
             sent = {message for message, _ in sends.values()}
@@ -104,37 +85,31 @@ def _with_few_micro_batches(
             yield Itinerary(actions, sends, arrivals, taken)
 
 
-def stages_held(run: RunConfig, decisions: Decisions) -> list[list[Hashable]]:
-    """Returns for each place along pp what its stages hold, equal for stages that do the same.
+def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
+    """Returns the places along pp, in one list for all places whose stages do the same.
 
     They have equal layers and equal inputs, and so have the stages after them.
     """
     layout = run.layout
-    stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
+    if layout.pp == 1:
+        return [[0]]
     links = model_outline(run.model).links()
     names = [link.name.rstrip("0123456789") for link in links]
-    held: list[Hashable] = [
+    places: dict[Hashable, list[int]] = {}
+    held = [
         (
             tuple(names[i] for i in stage),
             *(tuple(inputs_of(links, at)) for at in (stage.start, stage.stop)),
             stage.start == 0,
         )
-        for stage in stages
+        for stage in stages_of(run.model, layout.n_stages, decisions.choices.work)
     ]
-    return [held[place :: layout.pp] for place in range(layout.pp)]
-
-
-def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
-    """Returns the places along pp, in one list for all places whose stages do the same."""
-    if run.layout.pp == 1:
-        return [[0]]
-    places: dict[Hashable, list[int]] = {}
-    for place, held in enumerate(stages_held(run, decisions)):
-        places.setdefault(tuple(held), []).append(place)
+    for place in range(layout.pp):
+        places.setdefault(tuple(held[place :: layout.pp]), []).append(place)
     return [*places.values()]
 
 
-def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> list[PartKey]:
+def keys_of(itinerary: Itinerary, pp: int) -> list[PartKey]:
     """Returns the keys of the parts of a rank's step in a pipeline of `pp` ranks, in order."""
     queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
     sender = {action: peer for peer, coming in itinerary.arrivals.items() for action in coming}
@@ -147,21 +122,18 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> list[PartKey
     ended = 0
     keys: list[PartKey] = []
 
-    def like(stage: int) -> int:
-        return alike[stage // pp]
-
     def post(peer: int, first: bool = False) -> Iterator[PartKey]:
         if queues[peer]:
             action = queues[peer].popleft()
             posted[peer].append(action)
-            yield f"{action.kind} posted", like(action.stage), first
+            yield f"{action.kind} posted", action.stage // pp, first
 
     def end(message: Action) -> Iterator[PartKey]:
         if message in sent_by:
             peer, stage = sent_by.pop(message)
             nth = sent[peer].index(message)
             del sent[peer][nth]
-            yield f"{message.kind} sent", like(stage), nth
+            yield f"{message.kind} sent", stage // pp, nth
 
     for peer in queues:
         keys += post(peer, not keys)  # the first one has what comes before it
@@ -173,7 +145,7 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> list[PartKey
             keys += post(peer)
             nth = posted[peer].index(action)
             del posted[peer][nth]
-            keys.append(("recv", kind, like(stage), nth))
+            keys.append(("recv", kind, stage // pp, nth))
             for message in itinerary.taken[action]:
                 keys += end(message)
         ends, again = last.get(stage) == action, (kind, stage) in seen
@@ -181,13 +153,13 @@ def keys_of(itinerary: Itinerary, pp: int, alike: Sequence[int]) -> list[PartKey
         begun = -1 if again else sum(kind == other for other, _ in seen)
         fresh = micro not in micros  # stamps of dropout are copied to the device
         # Sums that the last pass of a stage has begun end in the last passes of other stages.
-        keys.append((kind, like(stage), begun, ends, fresh, not micros, ended * ends))
+        keys.append((kind, stage // pp, begun, ends, fresh, not micros, ended * ends))
         ended += ends
         if action in itinerary.sends:
             message, peer = itinerary.sends[action]
             sent.setdefault(peer, []).append(message)
             sent_by[message] = peer, stage
-            keys.append(("send", kind, like(stage)))
+            keys.append(("send", kind, stage // pp))
         seen.add((kind, stage))
         micros.add(micro)
     for message in [*sent_by]:

@@ -32,7 +32,7 @@ from gridformer.record.events import (
     Trace,
     Wait,
 )
-from gridformer.record.itineraries import ShortSchedule, in_order, shortened, stages_held
+from gridformer.record.itineraries import ShortSchedule, in_order, shortened
 from gridformer.record.layers import (
     Fewer,
     NotPeriodicError,
@@ -226,9 +226,7 @@ class _Line:
         """The short schedule of the first rank."""
         place = {rank: i for i, stage in enumerate(self._stages) for rank in stage}
         places = [place[rank] for rank in self.ranks]
-        held = stages_held(self.run, self.decisions)[places[0]]
-        alike = [held.index(stage) for stage in held]
-        return shortened(self.run.layout, places, self.how.training, alike)
+        return shortened(self.run.layout, places, self.how.training)
 
     def _orders(self, parts: Sequence[StepPart]) -> list[list[int] | None]:
         """Returns the numbers of the parts of each rank; None if it has others."""
