@@ -39,30 +39,20 @@ def version_of(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def allreduce_identity(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
+def allreduce_identity(x: Tensor, axis: Axis) -> Tensor:
     """Forward all-reduce of partial sums, backward identity: g of Megatron-LM.
 
     The sum is a new tensor, replicated over the axis.
     """
-    return pair(
-        x,
-        axis,
-        lambda x: comm.all_reduce(x.clone(), axis, label=label),
-        lambda grad: grad,
-    )
+    return pair(x, axis, lambda x: _sum(x, axis), lambda grad: grad)
 
 
-def allreduce_allreduce(x: Tensor, axis: Axis, label: str = "leave") -> Tensor:
+def allreduce_allreduce(x: Tensor, axis: Axis) -> Tensor:
     """Forward all-reduce of partial sums, backward all-reduce, for a result that differs in use.
 
     Each rank's gradient is a part of that of the sum, as if one rank alone computed with it.
     """
-    return pair(
-        x,
-        axis,
-        lambda x: comm.all_reduce(x.clone(), axis, label=label),
-        lambda grad: comm.all_reduce(grad.clone(), axis, label=label),
-    )
+    return pair(x, axis, lambda x: _sum(x, axis), lambda grad: _sum(grad, axis))
 
 
 class StartedGather:
@@ -206,12 +196,17 @@ def pair(
     forward: Callable[[Tensor], Tensor],
     backward: Callable[[Tensor], Tensor],
 ) -> Tensor:
+    """Returns a function of x whose gradient is another function of that of the result."""
     if axis.size == 1:
         return x
     out: Tensor = _Pair.apply(x, forward, backward)
     for listener in listeners:
         listener(out)
     return out
+
+
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    return comm.all_reduce(x.clone(), axis, label="leave")
 
 
 def _swap(x: Tensor, axis: Axis, split_dim: int, join_dim: int, label: str) -> Tensor:

@@ -42,12 +42,19 @@ class Pending:
         result: The tensor that holds the result when the message is done.
         work: The handle of the message, which has a method `wait`; None if it is done already.
         sent: A tensor to keep until then.
+        finish: Makes the result of what was received, once.
     """
 
     def __init__(
-        self, result: Tensor, work: Any = None, noted: Noted = None, sent: Tensor | None = None
+        self,
+        result: Tensor,
+        work: Any = None,
+        noted: Noted = None,
+        sent: Tensor | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._result, self._work, self._noted, self._sent = result, work, noted, sent
+        self._finish = finish
         if noted is not None:
             noted.started()
 
@@ -62,6 +69,8 @@ class Pending:
         if noted is not None:
             noted.end()
         self._sent = None
+        if self._finish is not None:
+            self._result, self._finish = self._finish(self._result), None
         return self._result
 
 
@@ -124,9 +133,7 @@ class _Exchange(Pending):
         out, self._out = self._out, None
         if self._dim is not None:
             blocks = [*received[:at], own, *received[at:]]
-            self._result = torch.cat(blocks, self._dim) if out is None else out
-            if out is not None:
-                torch.cat(blocks, self._dim, out=out)
+            self._result = torch.cat(blocks, self._dim, out=out)
         else:
             total = received[0] if len(received) == 1 else received.sum(0)
             self._result = total.add_(own) if out is None else torch.add(total, own, out=out)
@@ -146,11 +153,10 @@ class SumOfBlocks:
 
     def __init__(self, others: list[Tensor], axis: Axis, label: str) -> None:
         assert not axis.over_nccl, "over NCCL all blocks are one message"
-        one, noted = others[0], None
+        noted = None
         if recorders or progress.active:
-            moved = len(others) * one.numel()
-            noted = note("reduce_scatter", axis, moved, one, label, n=axis.size)
-        del one
+            moved = len(others) * others[0].numel()
+            noted = note("reduce_scatter", axis, moved, others[0], label, n=axis.size)
         self._started = _Exchange(others, axis, noted, None)
 
     def add(self, own: Tensor) -> Pending:
@@ -260,7 +266,7 @@ def start_all_gather(
         work = _all_gather(blocks.view(-1), x.view(-1), group=axis.group, async_op=later)
         if in_order:
             return Pending(blocks, work, noted, x)
-        return _Joined(blocks, work, noted, x, dim, out)
+        return Pending(blocks, work, noted, x, lambda blocks: _joined(blocks, dim, out))
     return _Exchange([x] * (axis.size - 1), axis, noted, x, dim, later, out)
 
 
@@ -315,30 +321,10 @@ def barrier(axes: tuple[Axis, ...]) -> None:
                 noted.end()
 
 
-class _Joined(Pending):
-    """Blocks [size, *block] gathered over NCCL, which are joined along a dimension of a block."""
-
-    def __init__(
-        self,
-        blocks: Tensor,
-        work: Any,
-        noted: Noted,
-        sent: Tensor,
-        dim: int,
-        out: Tensor | None = None,
-    ) -> None:
-        super().__init__(blocks, work, noted, sent)
-        self._dim: int | None = dim
-        self._out = out
-
-    def wait(self) -> Tensor:
-        super().wait()
-        if self._dim is not None:
-            blocks, out = self._result.movedim(0, self._dim), self._out
-            if out is None:
-                self._result = blocks.flatten(self._dim, self._dim + 1)
-            else:
-                self._result = out
-                out.view(blocks.shape).copy_(blocks)
-            self._dim = self._out = None
-        return self._result
+def _joined(blocks: Tensor, dim: int, out: Tensor | None) -> Tensor:
+    """Joins blocks [size, *block] along a dimension of a block."""
+    blocks = blocks.movedim(0, dim)
+    if out is None:
+        return blocks.flatten(dim, dim + 1)
+    out.view(blocks.shape).copy_(blocks)
+    return out

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import irecv, isend
 
 from gridformer.comm.collectives import Pending
-from gridformer.comm.recorder import Noted, note
+from gridformer.comm.recorder import note
 from gridformer.mesh import groups
 from gridformer.mesh.axes import Axes
 
@@ -23,20 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Edge = tuple[int, int]  # from an index along pp to another
-
-
-class _ToDevice(Pending):
-    """A message that was received in host memory, and is copied to a GPU's tensor."""
-
-    def __init__(self, room: Tensor, work: Any, noted: Noted, out: Tensor) -> None:
-        super().__init__(room, work, noted)
-        self._out: Tensor | None = out
-
-    def wait(self) -> Tensor:
-        room = super().wait()
-        if self._out is not None:
-            self._result, self._out = self._out.copy_(room), None
-        return self._result
 
 
 class P2PChannel:
@@ -97,11 +83,10 @@ class P2PChannel:
         """Starts receiving the next message of a neighbor into `out`, which is contiguous."""
         timing = note("recv", self.axis, out.numel(), out, label, (), peer=source)
         group = self._group(source, self.axis.index)
-        room = out
-        if groups.through_host(out, group):
-            room = torch.empty_like(out, device="cpu")
+        host = groups.through_host(out, group)
+        room = torch.empty_like(out, device="cpu") if host else out
         work = irecv(room, self._ranks[source], group=group)
-        return Pending(out, work, timing) if room is out else _ToDevice(room, work, timing, out)
+        return Pending(room, work, timing, finish=out.copy_ if host else None)
 
     def _group(self, source: int, to: int) -> ProcessGroup | None:
         if self._host is not None:
