@@ -5,16 +5,11 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gridformer.config import (
     LayoutConfig,
     ModelConfig,
     RunConfig,
-    any_of,
-    closest,
-    divisors,
     parse_run,
     shipped_model,
 )
@@ -25,12 +20,6 @@ from gridformer.utils.errors import ConfigError
 from tests.support.tasks import examples
 
 BASE: dict[str, Any] = {"model": "demo-4m", "data": {"path": "somewhere"}}
-
-
-def test_configs_are_frozen() -> None:
-    run = parse_run(BASE)
-    with pytest.raises(ValueError, match="frozen"):
-        run.train.steps = 5
 
 
 @pytest.mark.parametrize(
@@ -67,24 +56,6 @@ def test_overrides_leave_the_rest_alone() -> None:
     assert run.model == demo.model_copy(update={"dropout": 0.1, "n_layers": 2})
     run = parse_run(BASE, ["train.steps=1", "train.steps=2", "model.dropout=0.1", "model=demo-4m"])
     assert (run.train.steps, run.model.dropout) == (2, 0.0), "later overrides win"
-
-
-@given(value=st.integers(1, 3000))
-def test_divisors(value: int) -> None:
-    assert divisors(value) == [d for d in range(1, value + 1) if value % d == 0]
-
-
-def test_any_of() -> None:
-    assert any_of([4]) == "4"
-    assert any_of([1, 2]) == "1 or 2"
-    assert any_of([1, 2, 4]) == "1, 2 or 4"
-    assert any_of(range(1, 21)) == "1, 2, 3, 4, 5, 6, ..., 18, 19 or 20"
-
-
-def test_closest() -> None:
-    assert closest("stpes", ["lr", "steps"]) == ": did you mean 'steps'?"
-    assert closest("q", ["lr", "steps"]) == "; use one of lr, steps"
-    assert closest("q", []) == ""
 
 
 @pytest.mark.parametrize(

@@ -201,33 +201,12 @@ def test_the_best_block(sizes: Sizes, k: int, traffic: dict[str, int], block: No
     assert best(sizes, k, **traffic).block == block
 
 
-def test_equal_blocks_are_ordered_by_how_long_their_rows_are() -> None:
-    """2x4 and 4x2 let in equally many bytes; 2x4's longer rows are closer to plain order."""
-    found = search_blocks(grid(16, 16), {"row": 100, "col": 100}, 8)
-    assert [c.block for c in found[:2]] == [NodeBlock(row=2, col=4), NodeBlock(row=4, col=2)]
-    assert [c.total for c in found] == [600, 600, 900, 900]
-
-
-def test_plain_order_where_all_is_equal() -> None:
-    for sizes, k in [(grid(4, 4), 4), ((2, 2, 2, 2), 8), ((1, 6, 1, 1), 2)]:
-        quiet = best(sizes, k)
-        assert quiet.block == plain_block(sizes, k)
-        assert (quiet.total, quiet.sharing) == (0, 0)
-
-
 def test_plain_order_is_kept_where_it_beats_every_block() -> None:
     """With rows of 5 on nodes of 4, the only block is a whole column, and it splits every row."""
     found = search_blocks(grid(4, 5), {"row": 1, "col": 100}, 4)
     assert [c.block for c in found] == [None, NodeBlock(row=4)]
     assert [c.total for c in found] == [204, 400]
     assert torch.equal(rank_grid(grid(4, 5), None), torch.arange(20).view(1, 1, 4, 5))
-
-
-def test_description_of_a_block() -> None:
-    assert NodeBlock(row=2, col=4).describe((1, 2, 4, 4)) == "2x4 of the grid"
-    assert NodeBlock(dp=2, col=2).describe((1, 2, 4, 4)) == "dp 2 x 1x2"
-    assert NodeBlock(pp=2, dp=4).describe((4, 4, 1, 1)) == "pp 2 x dp 4"
-    assert NodeBlock().describe((1, 8, 1, 1)) == "1 device"
 
 
 # --------------------------------------------------------------------------- explanations

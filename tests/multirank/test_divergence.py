@@ -13,7 +13,6 @@ from gridformer.launch.verify_run import verify_run
 from gridformer.parallel.pipeline import LOADING_RUNS, Executor
 from gridformer.train.metrics import read_metrics
 from gridformer.train.plan import Plan
-from gridformer.train.step import Stepper
 from tests.support.marks import full_unless
 from tests.support.multirank.faults import LAYER, poisoned, with_an_infinite_moment
 from tests.support.multirank.layouts import n_of
@@ -201,12 +200,6 @@ def test_no_checkpoint_has_moments_that_are_not_finite(
         assert all(one.ok for one in verify_run(tmp_path / kind, finite=True))
 
 
-def test_a_well_run_pays_nothing(pool: WorkerPool, token_folder: Path, tmp_path: Path) -> None:
-    """No step is repeated, and nothing that is well is found at fault."""
-    with patch.object(Stepper, "repeat", side_effect=AssertionError):
-        assert pool.run(1, poisoned, plan_of(token_folder, tmp_path, {}), "output", set()) == [""]
-
-
 def test_rollback_stays_within_the_data_that_it_reads(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
@@ -224,19 +217,6 @@ def test_rollback_stays_within_the_data_that_it_reads(
     assert steps_of(tmp_path) == [*range(STEPS + 1)]
     aside = sorted(path.name for path in (tmp_path / "checkpoints").glob("rolled-back-*"))
     assert aside == ["rolled-back-step-00000003"]
-
-
-@pytest.mark.parametrize("on_divergence", ["stop", "skip"])
-def test_a_step_whose_timeline_is_written_is_judged_as_any_other(
-    pool: WorkerPool, token_folder: Path, tmp_path: Path, on_divergence: str
-) -> None:
-    plan = plan_of(token_folder, tmp_path, {}, trace_step=3, on_divergence=on_divergence)
-    (told,) = pool.run(1, poisoned, plan, "gradient", {2})
-    if on_divergence == "skip":
-        assert told == ""
-        assert steps_of(tmp_path) == [*range(STEPS + 1)]
-    else:
-        assert SAID["gradient"] in told
 
 
 def test_what_looks_for_the_cause_sends_through_the_host(
