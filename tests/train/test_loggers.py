@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +25,7 @@ from gridformer.config import RunConfig, parse_run
 from gridformer.launch.plan import check_run
 from gridformer.train.callbacks import Callback, RunEnd, RunStart
 from gridformer.train.loggers import missing_packages, open_loggers
-from gridformer.train.metrics import METRICS
+from gridformer.train.metrics import METRICS, read_metrics
 from gridformer.utils.errors import ConfigError
 
 RUN = {
@@ -152,7 +151,8 @@ def opened(name: str, folder: Path, resume_step: int = 0) -> Callback:
 
 
 def line_of(step: int) -> dict[str, Any]:
-    return {"step": step, "loss": 5.0, "tokens": 8 * step, "left_out": "why"}
+    loss = {"loss": 5.0} if step else {}  # before the first step there is only an evaluation
+    return {"step": step, **loss, "tokens": 8 * step, "left_out": "why"}
 
 
 def steps(logger: Callback, first: int, last: int) -> None:
@@ -276,112 +276,76 @@ def test_a_missing_package_is_named_before_a_process_starts(token_folder: Path) 
 
 STEPS = 20
 REPRODUCED = ("loss", "grad_norm", "lr", "tokens", "val_loss")  # equal whenever a step is run
-# The first rank of a run of two processes tells itself to stop after a step, or is killed.
+# The first rank of a run of two processes is killed after a step, once it has metrics of it.
 SCRIPT = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 
 from gridformer.launch.run import train
 from gridformer.train import Callback
 
 
-class EndsAfter(Callback):
-    def __init__(self, step, signum):
-        self.step, self.signum = step, signum
-
+class Killed(Callback):
     def on_step(self, metrics):
-        if metrics["step"] == self.step:
-            os.kill(os.getpid(), self.signum)
+        if metrics["step"] == int(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    file, out, step, signum = sys.argv[1:]
-    train(file, out=Path(out), callbacks=[EndsAfter(int(step), int(signum))])
+    train(sys.argv[1], out=Path(sys.argv[2]), callbacks=[Killed()])
 """
 
 
-def installed(package: str) -> Any:
-    extra = f"pip install 'gridformer[{package}]'"
-    return pytest.importorskip(package, reason=f"{package} is not installed: {extra}")
-
-
-@pytest.fixture
-def start(token_folder: Path, tmp_path: Path) -> Any:
-    """Return a function that starts or resumes a run, which ends after a step by a signal."""
+def start(logger: str, data: Path, tmp_path: Path, killed_in: int) -> Path:
+    """Start or resume a run, which is killed in a step; return its run directory."""
     (tmp_path / "run.py").write_text(SCRIPT)
     hidden = ("WANDB_", "MLFLOW_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
-
-    def started(logger: str, step: int = 0, signum: int = 0) -> Path:
-        sections = {
-            "name": "mine",
-            "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
-            "data": {"path": str(token_folder)},
-            "layout": {"scheme": "megatron", "cols": 2},
-            "train": {
-                **{"steps": STEPS, "global_batch": 4, "eval_every": 4, "eval_batches": 1},
-                **{"save_every": 2, "loggers": [logger], "device": "cpu"},
-            },
-        }
-        file, out = tmp_path / "mine.yaml", tmp_path / "runs" / "mine"
-        file.write_text(json.dumps(sections))
-        words = [file, out, step, signum]
-        done = subprocess.run(
-            [sys.executable, tmp_path / "run.py", *map(str, words)],
-            env={**env, "WANDB_MODE": "offline"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert "nothing more is sent" not in done.stdout + done.stderr, done.stdout + done.stderr
-        assert (done.returncode == 0) == (not step), done.stderr
-        return out
-
-    return started
+    sections = {
+        "name": "mine",
+        "model": {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 16},
+        "data": {"path": str(data)},
+        "layout": {"scheme": "megatron", "cols": 2},
+        "train": {
+            **{"steps": STEPS, "global_batch": 4, "eval_every": 4, "eval_batches": 1},
+            **{"save_every": 2, "loggers": [logger], "device": "cpu"},
+        },
+    }
+    file, out = tmp_path / "mine.yaml", tmp_path / "runs" / "mine"
+    file.write_text(json.dumps(sections))
+    done = subprocess.run(
+        [sys.executable, tmp_path / "run.py", file, out, str(killed_in)],
+        env={**env, "WANDB_MODE": "offline"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "nothing more is sent" not in done.stdout + done.stderr, done.stdout + done.stderr
+    assert (done.returncode == 0) == (killed_in > STEPS), done.stderr
+    return out
 
 
-def recorded(out: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the numbers of metrics.jsonl by name: steps and values."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for line in (out / "metrics.jsonl").read_text().splitlines():
-        metrics = json.loads(line)
-        for name, value in metrics.items():
-            if name != "step":
-                found.setdefault(name, []).append((metrics["step"], value))
-    assert [step for step, _ in found["tokens"]] == [*range(STEPS + 1)]
-    return found
-
-
-def mlflow_runs(out: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Return the metrics of each run in the file, and check that it is finished."""
+def mlflow_values(out: Path, name: str) -> list[tuple[int, float]]:
+    """Return the steps and values of a metric of the only run in the file, which is finished."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{out.parent / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("gridformer")
     assert experiment is not None
-    found = {}
-    for run in client.search_runs([experiment.experiment_id]):
-        assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
-        assert run.data.params["train.steps"] == str(STEPS)
-        assert run.data.tags["gridformer.layout"] == "megatron 1x2"
-        histories = {
-            name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics
-        }
-        found[run.info.run_id] = {
-            name: sorted((one.step, one.value) for one in history)
-            for name, history in histories.items()
-        }
-    return found
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+    assert run.data.params["train.steps"] == str(STEPS)
+    assert run.data.tags["gridformer.layout"] == "megatron 1x2"
+    return sorted((one.step, one.value) for one in client.get_metric_history(run.info.run_id, name))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
 @pytest.mark.parametrize("logger", ["wandb", "mlflow"])
-def test_one_run_has_every_step_once(start: Any, logger: str, signum: int) -> None:
+def test_one_run_has_every_step_once(logger: str, token_folder: Path, tmp_path: Path) -> None:
     """A checkpoint is complete when the one after it begins."""
-    installed(logger)
-    start(logger, 7, signum)
-    out = start(logger)
+    pytest.importorskip(logger, reason=f"pip install 'gridformer[{logger}]' adds it")
+    start(logger, token_folder, tmp_path, 7)
+    out = start(logger, token_folder, tmp_path, STEPS + 1)
     if logger == "wandb":
         folders = [*(out / "wandb").glob("offline-run-*")]
         assert len(folders) == 2
@@ -389,10 +353,8 @@ def test_one_run_has_every_step_once(start: Any, logger: str, signum: int) -> No
         assert {folder.name.rpartition("-")[2] for folder in folders} == {known["id"]}
         assert known["logged"] == STEPS
         return
-    [metrics] = mlflow_runs(out).values()
-    wanted = recorded(out)
-    # Steps that were sent before the kill keep what was measured then, such as their seconds.
-    names = REPRODUCED if signum == signal.SIGKILL else {*wanted}
-    assert {name: metrics[name] for name in names} == {name: wanted[name] for name in names}
-    for history in metrics.values():
-        assert len(history) == len({step for step, _ in history})
+    lines = read_metrics(out)
+    assert [line["step"] for line in lines] == [*range(STEPS + 1)]
+    for name in REPRODUCED:
+        wanted = [(line["step"], line[name]) for line in lines if name in line]
+        assert mlflow_values(out, name) == wanted, name

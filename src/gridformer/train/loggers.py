@@ -161,7 +161,7 @@ class ServiceLogger(Callback):
         """Logs a step, unless it was logged before the run was killed and resumed."""
         step, alone = metrics["step"], "loss" not in metrics
         # The last evaluation may come after the run was stopped and resumed.
-        if step > self.logged or (alone and step == self.logged):
+        if step > self.logged or (alone and 0 < step == self.logged):
             numbers = {name: v for name, v in metrics.items() if name != "step" and is_number(v)}
             self.log(step, numbers)
             self.logged = step
