@@ -91,19 +91,20 @@ def wanted(layout: dict[str, Any], **train: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("layout", "n", "becomes"),
+    ("layout", "n", "becomes", "m"),
     [
-        ({"scheme": "megatron", "cols": 2, "dp": 2}, 2, "megatron 1x2"),  # a replica less
-        ({"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2}, 4, "optimus 2x2"),
-        ({"scheme": "single", "dp": 4}, 2, "dp=2"),
-        ({"scheme": "single", "dp": 2, "dp_mode": "fsdp"}, 1, "single device"),
+        ({"scheme": "megatron", "cols": 2, "dp": 2}, 2, "megatron 1x2", 2),  # a replica less
+        ({"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2}, 4, "optimus 2x2", 1),
+        ({"scheme": "single", "dp": 4}, 2, "dp=2", 2),
+        ({"scheme": "single", "dp": 2, "dp_mode": "fsdp"}, 1, "single device", 2),
     ],
 )
-def test_what_a_layout_becomes(layout: dict[str, Any], n: int, becomes: str) -> None:
+def test_what_a_layout_becomes(layout: dict[str, Any], n: int, becomes: str, m: int) -> None:
     run = wanted(layout, global_batch=24)
     found = next(layouts_for(run, n))
     assert describe_layout(found.layout) == becomes
     assert found.layout.n_processes == n
+    assert found.layout.micro_batches == m, "no micro-batch is larger than before"
     assert found.train == run.train, "the global batch and all else stay"
 
 
