@@ -119,7 +119,6 @@ def keys_of(itinerary: Itinerary, pp: int) -> list[PartKey]:
     sent_by: dict[Action, tuple[int, int]] = {}  # the other rank, and the stage
     seen: set[tuple[str, int]] = set()
     micros: set[int] = set()
-    ended = 0
     keys: list[PartKey] = []
 
     def post(peer: int, first: bool = False) -> Iterator[PartKey]:
@@ -149,12 +148,8 @@ def keys_of(itinerary: Itinerary, pp: int) -> list[PartKey]:
             for message in itinerary.taken[action]:
                 keys += end(message)
         ends, again = last.get(stage) == action, (kind, stage) in seen
-        # The first pass of a stage adds to gradients that an earlier stage shares with it.
-        begun = -1 if again else sum(kind == other for other, _ in seen)
         fresh = micro not in micros  # stamps of dropout are copied to the device
-        # Sums that the last pass of a stage has begun end in the last passes of other stages.
-        keys.append((kind, stage // pp, begun, ends, fresh, not micros, ended * ends))
-        ended += ends
+        keys.append((kind, stage // pp, again, ends, fresh, not micros))
         if action in itinerary.sends:
             message, peer = itinerary.sends[action]
             sent.setdefault(peer, []).append(message)
