@@ -1,5 +1,7 @@
 """Quick estimates are close to those from the real code, and the bounds hold."""
 
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -8,6 +10,7 @@ from gridformer.config import RunConfig, parse_run
 from gridformer.memory.estimate import estimate_rank
 from gridformer.memory.quick import quick_estimate, states_of
 from gridformer.memory.ranks import largest_ranks
+from gridformer.parallel.validation import check_layout
 from tests.support.marks import full_unless
 from tests.support.multirank.memory import a_run
 
@@ -152,3 +155,19 @@ def test_quick_estimates_are_close(case: Case) -> None:
     peak = max(estimate_rank(run, rank, timeline=False).peak for rank in largest_ranks(run))
     assert states_of(run) < peak
     assert case.low < quick_estimate(run) / peak < case.high
+
+
+@pytest.mark.parametrize("layout", [{"dp": 64, "dp_mode": "fsdp"}, {**GRID, **ZERO1}])
+def test_experts_of_a_folder(tmp_path: Path, layout: Settings) -> None:
+    """More replicas than experts, too: each then has rows of every expert."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_local_experts": 8}
+    config = transformers.MixtralConfig(**sizes, **heads, vocab_size=512)
+    made = {**config.to_dict(), "architectures": ["MixtralForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    train = {"global_batch": 128, "dtype": "bfloat16", "device": "cuda", **FULL}
+    sections = {"model": {"folder": str(tmp_path)}, "data": {"path": ".", "seq_len": 256}}
+    run = check_layout(parse_run({**sections, "layout": layout, "train": train}))
+    peak = estimate_rank(run, 0, timeline=False).peak
+    assert 0.4 < quick_estimate(run) / peak < 1.2

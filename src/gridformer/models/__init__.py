@@ -40,8 +40,10 @@ def in_few_layers(config: ModelConfig) -> list[tuple[int, ModelConfig]]:
 
     Totals of a model, such as its number of parameters, are sums over its layers, which are equal
     except perhaps for the first and the last one: two and three layers tell what each further adds.
-    One of the factors is negative.
+    One of the factors is negative. Layers of other networks may differ, so theirs are all taken.
     """
+    if config.family == "network":
+        return [(1, config)]
     deep = [name for name in ("n_layers", "n_decoder_layers") if getattr(config, name) > 2]
     base = config.model_copy(update=dict.fromkeys(deep, 2))
     more = [(getattr(config, name) - 2, base.model_copy(update={name: 3})) for name in deep]

@@ -52,7 +52,7 @@ class Choice:
     @property
     def elements(self) -> int:
         """Elements of W on all devices of a grid together, for all such products of the model."""
-        return self.product.n_in * self.n_out * self.product.count
+        return round(self.product.n_in * self.n_out * self.product.count * self.product.held)
 
     @property
     def kept(self) -> str:
@@ -296,7 +296,8 @@ class Choices:
         width = product.n_in if choice.stationary == "output" else choice.n_out
         share = (c - 1) / c if self.between != "first" else float(c > 1)
         activation = share / r * self.work.rows_of(product) * width
-        return activation, (r - 1) / (r * c) * product.n_in * choice.n_out
+        weight = product.n_in * choice.n_out * product.held
+        return activation, (r - 1) / (r * c) * weight
 
     # ------------------------------------------------------------------ memory
 

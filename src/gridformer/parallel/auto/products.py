@@ -76,6 +76,8 @@ class Product:
             split (`gridformer.models.blocks.Part`); empty if W is one weight.
         copied: Columns of W that devices hold in addition to `n_out`, because heads of keys and
             values do not divide over columns of devices, or over branches.
+        held: Weights of this size that the model has for each one that a token passes: more than 1
+            for experts.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Product:
     ends_block: bool = False
     parts: tuple[tuple[int, int], ...] = ()
     copied: int = 0
+    held: float = 1.0
 
     @property
     def keys(self) -> int:
@@ -139,8 +142,11 @@ def blocks_over(pieces: int, columns: int, rows: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def products_of(model: ModelConfig) -> list[Product]:
-    """Returns the distinct products of a model in forward order, with their counts."""
-    from gridformer.models import in_few_layers
+    """Returns the distinct products of a model in forward order, with their counts.
+
+    What a network has more than its outline is taken for experts.
+    """
+    from gridformer.models import count_parameters, in_few_layers
 
     sized = model.outline.model_copy(update={"vocab_size": max(model.vocab_size, 1)})
     products: dict[str, Product] = {}
@@ -150,6 +156,11 @@ def products_of(model: ModelConfig) -> list[Product]:
             if one.name in products:
                 count += products[one.name].count
             products[one.name] = replace(one, count=count)
+    if model.outline is not model:
+        wide = [one for one in products.values() if one.section == "feed_forward"]
+        more = count_parameters(model) - count_parameters(sized)
+        held = 1 + max(0, more) / sum(one.n_in * one.n_out * one.count for one in wide)
+        products |= {one.name: replace(one, held=held) for one in wide}
     return [*products.values()]
 
 

@@ -25,7 +25,7 @@ from gridformer.parallel.data.gradients import (
     owned,
     reduce_gradients,
 )
-from gridformer.parallel.data.zero import cut_over_replicas, replica_part, stored
+from gridformer.parallel.data.zero import FlatBucket, cut_over_replicas, replica_part, stored
 from gridformer.parallel.network import modules as parts
 from gridformer.parallel.network.refusals import check
 from gridformer.parallel.network.replacing import Sharding
@@ -283,11 +283,11 @@ class Network:
         info: ParamInfo = info_of(parameter)
         shard, axes = info.shard, self.axes
         if has_part:
-            axis = axes[shard.replicas or ""]
-            each = -(-len(parameter) // axis.size)
-            padded = mine.new_zeros(each, *mine.shape[1:])
-            padded[: len(mine)] = mine
-            mine = comm.all_gather(padded, axis, 0, LABEL)[: len(parameter)]
+            bucket = FlatBucket([parameter], axes[shard.replicas or ""])
+            share, whole = mine.new_zeros(bucket.share), mine.new_empty(parameter.shape)
+            bucket.parts(share)[0].copy_(mine)
+            bucket.part(comm.all_gather(share.unsqueeze(0), bucket.axis, 0, LABEL), [whole])
+            mine = whole
         mine = mine.contiguous().clone()
         if shard.copies:
             mine = comm.broadcast(mine, axes[shard.copies], 0, LABEL)
