@@ -21,10 +21,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # keeps transformers from download
 
 import gc
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +34,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.report import Report, median, table
@@ -40,7 +47,9 @@ from benchmarks.schemes.cases import Case, Size
 from benchmarks.schemes.torch_variants import TorchVariant
 from benchmarks.schemes.variants import make_problem
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
+from gridformer.config.model import sizes_of_folder
 from gridformer.mesh import Axes, groups
+from gridformer.models import count_parameters
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
@@ -88,12 +97,22 @@ def llama_of(size: Size) -> ModelConfig:
         n_layers=size.layers,
         hidden_size=size.h,
         n_heads=size.n,
-        n_kv_heads=size.n // 2,
+        n_kv_heads=size.n,
         ffn_size=11 * size.h // 4,
         vocab_size=VOCABULARY,
         max_seq_len=size.s,
         tied_head=False,
     )
+
+
+@lru_cache
+def network_of(size: Size) -> ModelConfig:
+    """Return the same Llama as a network of transformers, which gridformer parallelizes."""
+    with tempfile.TemporaryDirectory() as folder:
+        causal_model(llama_of(size)).config.save_pretrained(folder)
+        config = ModelConfig(**sizes_of_folder(folder))
+        count_parameters(config)  # reads the folder while it is there
+    return config
 
 
 def ours(
@@ -160,6 +179,36 @@ def in_torch(variant: TorchVariant) -> Callable[[int], Run]:
     return build
 
 
+def in_torch_llama(shards: bool) -> Callable[[int], Run]:
+    """Return a builder of transformers' Llama under FSDP2, or else `parallelize_module`."""
+
+    def build(n_layers: int) -> Run:
+        size = size_of(n_layers)
+        model, mesh = causal_model(llama_of(size)), init_device_mesh("cpu", (RANKS,))
+        for layer in model.model.layers:
+            if shards:
+                fully_shard(layer, mesh=mesh)
+                continue
+            wide = dict.fromkeys(_OPENING, ColwiseParallel())
+            parallelize_module(layer, mesh, wide | dict.fromkeys(_CLOSING, RowwiseParallel()))
+            # Their code divides the local width by that of a head, so it needs no other change.
+        if shards:
+            fully_shard(model, mesh=mesh)
+        tokens = torch.randint(VOCABULARY, (size.b // (RANKS if shards else 1), size.s))
+
+        def run() -> None:
+            model.zero_grad(set_to_none=True)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+
+        return run
+
+    return build
+
+
+_OPENING = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+_CLOSING = ["self_attn.o_proj", "mlp.down_proj"]
+
+
 @dataclass(frozen=True)
 class _CaseOf(Case):
     """A case of a size that is not in the table of `benchmarks.schemes`."""
@@ -203,6 +252,11 @@ def sides() -> list[Side]:
     optimus = {"scheme": "optimus", **grid}
     branches = {"scheme": "subgraph", "branches": RANKS}
     gpt2, llama = "Hugging Face, one device", "Hugging Face's Llama, one device"
+    layouts: dict[str, dict[str, Any]] = {
+        "megatron 1x4": {"scheme": "megatron", "cols": RANKS},
+        "optimus 2x2": optimus,
+        "fsdp over 4": {"dp": RANKS, "dp_mode": "fsdp"},
+    }
     tp, sp, both = "DTensor 1x4", "DTensor 1x4, sequence parallel", "FSDP2 x DTensor 2x2"
     return [
         Side(gpt2, hugging_face(gpt2_of), counts=True),
@@ -225,7 +279,17 @@ def sides() -> list[Side]:
         Side("fsdp over 4", ours({"dp": RANKS, "dp_mode": "fsdp"}), "FSDP2 over 4"),
         Side("D&SP over 4", ours(branches), tp),
         Side("D&SP-cSub over 4", ours({**branches, "common": "first"}), tp),
+        Side("network, single", ours({}, network_of), "llama, single", counts=True),
+        *(side for name, layout in layouts.items() for side in _networks(name, layout)),
+        Side(f"{llama[:-12]}, DTensor 1x4", in_torch_llama(False), "network, megatron 1x4"),
+        Side(f"{llama[:-12]}, FSDP2 over 4", in_torch_llama(True), "network, fsdp over 4"),
     ]
+
+
+def _networks(name: str, layout: dict[str, Any]) -> list[Side]:
+    """Return our Llama on a layout, and that of transformers beside it."""
+    own = Side(f"llama, {name}", ours(layout, llama_of))
+    return [own, Side(f"network, {name}", ours(layout, network_of), own.name)]
 
 
 # --------------------------------------------------------------------------- measuring
