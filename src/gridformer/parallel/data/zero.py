@@ -10,7 +10,8 @@ transposed: it is contiguous in memory, and a rectangle of the global tensor, as
 them. Of experts [e, n, m] whose number does not divide, fsdp shards the rows of each.
 
 With several micro-batches every device accumulates full gradients until its last backward pass sums
-them, with fsdp too, unless each pass sums its own (`layout.gradient_sync: micro_batch`). With `layout.shard_over: N` only N neighboring replicas shard; parts have replicas in other groups.
+them, with fsdp too, unless each pass sums its own (`layout.gradient_sync: micro_batch`).
+With `layout.shard_over: N` only N neighboring replicas shard; parts have replicas in other groups.
 """
 
 from __future__ import annotations
