@@ -39,6 +39,13 @@ def column() -> Tensor:
     return PLACES.unsqueeze(1)
 
 
+def updated() -> Tensor:
+    weight = ROWS.clone().requires_grad_()
+    weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW([weight], fused=True).step()
+    return weight
+
+
 @pytest.mark.parametrize(
     ("run", "op", "n_bytes"),
     [
@@ -53,6 +60,8 @@ def column() -> Tensor:
         # A few elements are read.
         (lambda: LOGITS.gather(1, column()), "gather", T * (8 + 2 * 4)),
         (lambda: F.embedding(PLACES, TABLE), "embedding", T * (8 + 2 * 4 * H)),
+        # The weight and two moments are read and written, its gradient and the step are read.
+        (updated, "_fused_adamw_", 4 * (7 * T * H + 1)),
         # All of it is.
         (lambda: LOGITS.exp_(), "exp_", 2 * 4 * T * V),
         (lambda: LOGITS.amax(1), "amax", 4 * T * (V + 1)),
