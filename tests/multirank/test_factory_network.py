@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from benchmarks.coverage.measured import compared_widely
 from torch import Tensor, nn
 
 from examples import own_model
@@ -22,6 +21,7 @@ from gridformer.train.plan import Plan
 from gridformer.utils.errors import ConfigError
 from tests.support.marks import full_unless
 from tests.support.multirank import own_networks
+from tests.support.multirank.exactness import compare
 from tests.support.multirank.matrix import OVER_SEQUENCE, SCHEMES, SETTINGS, Cell
 from tests.support.multirank.own_networks import NETWORKS, OF_TRANSFORMERS
 from tests.support.multirank.pool import WorkerPool
@@ -51,7 +51,7 @@ def test_equals_one_device(pool: WorkerPool, cell: tuple[str, str, int, str]) ->
     check_layout(a_run(model, ".", layout))
     settings = {**SETTINGS, **METHODS.get(METHOD[cell], {})}
     with pool.limit(280.0):
-        worst = pool.run(n, compared_widely, layout, model, settings, 2)
+        worst = pool.run(n, own_networks.in_double, compare, layout, model, settings, 2)
     assert max(max(one.values()) for one in worst) < 1e-9, worst
 
 

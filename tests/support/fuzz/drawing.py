@@ -31,6 +31,7 @@ from gridformer.config import (
 )
 from gridformer.config.model import Family
 from gridformer.parallel.validation import violations, with_rows_over
+from tests.support.multirank import own_networks
 
 Sections = dict[str, dict[str, Any]]
 SECTIONS: dict[str, type[Config]] = {
@@ -61,8 +62,9 @@ _TRAIN = (
     "max_hours max_restarts elastic bleu_every bleu_pairs bleu_beams bleu_length_penalty "
     "trace_step loggers peak_tflops timeout_s"
 )
-# Networks of transformers are compared in tests/multirank/test_folder_network.py.
-FIXED = {*SET, "layout.cluster", "model.folder", *(f"data.{key}" for key in _DATA.split())}
+# Networks are drawn as a whole.
+_OF_NETWORKS = ("model.folder", "model.factory", "model.plan")
+FIXED = {*SET, "layout.cluster", *_OF_NETWORKS, *(f"data.{key}" for key in _DATA.split())}
 FIXED |= {f"train.{key}" for key in _TRAIN.split()}
 # Numbers that suit tiny models on few processes; usual ones appear several times. For numbers that
 # are not named here, the default and the next larger one are drawn.
@@ -239,11 +241,24 @@ def draw_run(
         for key in chooser.keys:
             section, name = key.split(".")
             sections[section][name] = chooser.draw(key)
+        if "model.family" in chooser.keys and (network := _network(seed)):
+            sections["model"] = network
+            chooser.held |= {key for key in chooser.keys if key.startswith("model.")}
         _leave_out_heads(sections)
         run = _mended(sections, chooser)
         if run is not None and _is_small(sections) and suits(run):
             return sections
     raise RuntimeError(f"seed {seed}: no valid run in 1000 attempts")
+
+
+def _network(seed: str) -> dict[str, Any] | None:
+    """Return one of the networks of others for one seed in eight."""
+    choose = random.Random(f"{seed} network")
+    name = choose.choice(own_networks.NETWORKS)
+    if choose.random() >= 1 / 8:
+        return None
+    model = own_networks.of(name, max_seq_len=12)
+    return {**model, "n_layers": choose.randint(1, model["n_layers"])}
 
 
 def _leave_out_heads(sections: Sections) -> None:
@@ -260,6 +275,7 @@ def _is_small(sections: Sections) -> bool:
     """Return whether no repair raised a number far above what may be drawn."""
     return all(
         sections[section].get(name, 0) <= 2 * max(numbers)
+        or (section == "model" and sections["model"].get("factory"))
         for (section, name), numbers in ((key.split("."), n) for key, n in NUMBERS.items())
     )
 

@@ -27,6 +27,7 @@ from gridformer.train.step import ReadRows, Stepper
 from gridformer.utils.batch import IGNORE, Batch, next_words
 from tests.support.checkpoints import save_checkpoint
 from tests.support.fuzz.case import Case
+from tests.support.multirank import own_networks
 from tests.support.multirank.exactness import (
     CPU,
     axes_of,
@@ -67,8 +68,9 @@ def check_case(pool: WorkerPool, case: Case, folder: Path) -> float:
     header = f"to run it again: python -m tests.support.fuzz --case '{case.text()}'\n"
     worst = 0.0
     for number, leg in enumerate(case.legs):
+        args = case.text(), number, str(folder)
         try:
-            ranks = pool.run(leg.layout.n_processes, train, case.text(), number, str(folder))
+            ranks = pool.run(leg.layout.n_processes, own_networks.in_double, train, *args)
         except RankFailed as failure:
             text = str(failure)
             hangs = "did not finish within" in text

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from examples import own_model
 from gridformer.config import ModelConfig
+from gridformer.models.network import NetworkLayer
+from gridformer.prove import in_float64
+from tests.support.marks import extra
 
 H, HEADS, WORDS = 24, 4, 301  # no number of devices divides the words
 SIZES = {"vocab_size": WORDS, "hidden_size": H, "num_hidden_layers": 3, "pad_token_id": 0}
@@ -38,16 +43,14 @@ def deep() -> tuple[nn.Module, None, dict[str, str]]:
 
 
 def llama() -> nn.Module:
-    import transformers
-
+    transformers = extra("transformers")
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     model: nn.Module = transformers.LlamaForCausalLM(config)
     return model
 
 
 def mixtral() -> nn.Module:
-    import transformers
-
+    transformers = extra("transformers")
     config = transformers.MixtralConfig(**SIZES, num_local_experts=3, sliding_window=5)
     model: nn.Module = transformers.MixtralForCausalLM(config)
     return model
@@ -55,6 +58,18 @@ def mixtral() -> nn.Module:
 
 OF_TRANSFORMERS = ("llama", "mixtral")
 NETWORKS = ("examples.own_model:network", "scaled", *OF_TRANSFORMERS)
+
+
+def in_double(compare: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
+    """Call a function while layers of networks, also recomputed ones, do not cast to float32."""
+    call = NetworkLayer.__call__
+
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        with in_float64():
+            return call(*args, **kwargs)
+
+    with patch.object(NetworkLayer, "__call__", wide):
+        return compare(*args)
 
 
 def of(name: str, **changes: Any) -> dict[str, Any]:
