@@ -54,6 +54,8 @@ def ranked(order: Sequence[int], v: int) -> Tensor:
 class Scripted(nn.Module):
     """A model whose hidden states are its logits."""
 
+    keeps_keys = True
+
     def __init__(self, special: SpecialIds, **config: Any) -> None:
         super().__init__()
         self.special, self.v = special, special.vocab_size + SPACE

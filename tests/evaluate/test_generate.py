@@ -151,6 +151,8 @@ def test_words_are_chosen_as_often_as_hugging_face_would(sampling: Sampling) -> 
 class Scripted(nn.Module):
     """A GPT-2 that, after n tokens, ranks tokens by `orders[n]`, and records its inputs."""
 
+    keeps_keys = True
+
     def __init__(self, orders: Sequence[Sequence[int]], v: int) -> None:
         super().__init__()
         self.config = SimpleNamespace(max_seq_len=64, n_layers=1, vocab_size=v, two_stacks=False)

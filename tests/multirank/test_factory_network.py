@@ -13,12 +13,14 @@ import yaml
 from torch import Tensor, nn
 
 from examples import own_model
+from gridformer.checkpoint.checkpoint import check_same_run
 from gridformer.checkpoint.convert.exporting import export_run
+from gridformer.checkpoint.manifest import read_manifest
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.exactness import METHODS, PIPELINES, REPLICAS
 from gridformer.parallel.validation import check_layout
 from gridformer.train.plan import Plan
-from gridformer.utils.errors import ConfigError
+from gridformer.utils.errors import CheckpointError, ConfigError
 from tests.support.marks import full_unless
 from tests.support.multirank import own_networks
 from tests.support.multirank.exactness import compare
@@ -80,6 +82,10 @@ def test_a_run_moves_without_its_plan_file(
     start_from(tmp_path / "whole", tmp_path / "moved")
     pool.run(4, train, plan("moved", {"dp": 2, "dp_mode": "fsdp", "scheme": "optimus", "rows": 2}))
     assert_same_run(tmp_path / "whole", tmp_path / "moved")
+    saved = next((tmp_path / "moved" / "checkpoints").glob("step-*"))
+    other = again.model.model_copy(update={"plan": {"*": "replicated"}, "factory": OWN["factory"]})
+    with pytest.raises(CheckpointError, match=r"model.factory is .*, there .*; model.plan is"):
+        check_same_run(read_manifest(saved), again.model_copy(update={"model": other}), saved)
     with pytest.raises(ConfigError, match="transformers has no Scaled that could open a folder"):
         export_run(tmp_path / "moved", tmp_path / "exported")
 

@@ -94,6 +94,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi3, fused products": ("Phi3ForCausalLM", {**SIZES, **HEADS}),
     "Mistral, a window": ("MistralForCausalLM", {**SIZES, **HEADS, "sliding_window": 5}),
     "Mixtral, experts": ("MixtralForCausalLM", {**SIZES, **HEADS, "num_local_experts": 3}),
+    "Mixtral, two experts": ("MixtralForCausalLM", {**SIZES, **HEADS, "num_local_experts": 2}),
     "Gemma2, soft caps": ("Gemma2ForCausalLM", {**SIZES, **HEADS, "head_dim": 8}),
     "Apertus, buffers with weights": ("ApertusForCausalLM", {**SIZES, **HEADS}),
 }
@@ -169,6 +170,13 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "Mixtral, experts",
         {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "pp": 4, "micro_batches": 2},
     ),
+    **{
+        f"experts, of which replicas have rows, {mode}": (
+            "Mixtral, two experts",
+            {"scheme": "megatron", "cols": 2, "dp": 4, "dp_mode": mode},
+        )
+        for mode in ("fsdp", "zero1")
+    },
 }
 
 

@@ -311,7 +311,7 @@ def test_weights_of_steps_that_have_run_are_compared(saved: Path) -> None:
 
 @pytest.mark.parametrize(
     ("section", "config", "alone"),
-    [("model", ModelConfig, {"folder"}), ("data", DataConfig, TESTED_ALONE)],
+    [("model", ModelConfig, {"folder", "factory", "plan"}), ("data", DataConfig, TESTED_ALONE)],
 )
 def test_every_setting_is_one_or_the_other(section: str, config: Any, alone: set[str]) -> None:
     named = {key.partition(".")[2] for key in (*SAME, *OTHER) if key.startswith(f"{section}.")}

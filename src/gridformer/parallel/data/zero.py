@@ -7,7 +7,7 @@
 
 A part consists of adjacent rows of the local block, or of columns if the block is stored
 transposed: it is contiguous in memory, and a rectangle of the global tensor, as checkpoints store
-them. Of experts [e, n, m] whose number does not divide, fsdp shards the rows of each.
+them. Of experts [e, n, m] that is some of them, or some rows of one if replicas are a multiple.
 
 With several micro-batches every device accumulates full gradients until its last backward pass sums
 them, with fsdp too, unless each pass sums its own (`layout.gradient_sync: micro_batch`).
@@ -42,12 +42,16 @@ def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
     axis = axes.sharding(shard.replicas) if shard.replicas else Axis("none")
     if mode == "replicate" or axis.size == 1 or (mode == "zero1" and not shard.owned):
         return
-    dim = _sharded_dim(parameter, axis.size, mode == "fsdp")
-    rows = parameter.shape[dim]
+    rows, _ = _shape_in_rows(parameter, axis.size)
     each = -(-rows // axis.size)
     start = min(rows, axis.index * each)
-    rows_here = parameter.data.narrow(dim, start, min(each, rows - start))
-    offset = list(shard.offset)
+    dim, n = int(shard.transposed), min(each, rows - start)
+    rows_here, offset = parameter.data, list(shard.offset)
+    if rows > parameter.shape[dim]:
+        expert, start = divmod(start, parameter.shape[1])
+        rows_here, dim = rows_here.narrow(0, expert, 1), 1
+        offset[0] += expert
+    rows_here = rows_here.narrow(dim, start, n)
     offset[dim] += start
     part = nn.Parameter(rows_here.clone() if mode == "fsdp" else rows_here)
     across = axis.across.name if axis.across else None
@@ -92,11 +96,11 @@ class FlatBucket:
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
         self.parameters, self.axis = list(parameters), axis
         self._shapes = [_shape_in_rows(p, axis.size) for p in self.parameters]
-        self._each = [-(-rows // axis.size) for _, rows, _ in self._shapes]
-        sizes = [k * each * width for each, (k, _, width) in zip(self._each, self._shapes)]
+        self._each = [-(-rows // axis.size) for rows, _ in self._shapes]
+        sizes = [each * width for each, (_, width) in zip(self._each, self._shapes)]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self.share = sum(sizes)
-        rows = (n for _, n, _ in self._shapes)
+        rows = (n for n, _ in self._shapes)
         self._padded = any(each * axis.size > n for each, n in zip(self._each, rows))
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -105,7 +109,7 @@ class FlatBucket:
         A single tensor whose rows divide evenly already has this form, so it is not copied. Neither
         is a single gradient in memory with the padding that `reserve_padding` provides.
         """
-        if len(tensors) == 1 and self._shapes[0][0] == 1:
+        if len(tensors) == 1:
             rows, shape = _rows_of(tensors[0], self.parameters[0]), (self.axis.size, self.share)
             if not self._padded:
                 return rows.reshape(shape)
@@ -140,7 +144,7 @@ class FlatBucket:
         for i, parameter in enumerate(self.parameters):
             part = replica_part(parameter)
             assert part is not None
-            width, strides = self._shapes[i][2], [1]
+            (_, width), strides = self._shapes[i], [1]
             if part.dim() > 1:
                 strides = [1, width] if shard_of(parameter).transposed else [*part.stride()]
             views.append(share.as_strided(part.shape, strides, begins + self._starts[i]))
@@ -163,12 +167,12 @@ class FlatBucket:
         for i, (parameter, tensor) in enumerate(zip(self.parameters, tensors)):
             tensor = tensor.detach() if tensor.requires_grad else tensor
             tensor = tensor if tensor.dim() <= 2 else tensor.contiguous()  # a gradient may not be
-            (k, n, width), each, start = self._shapes[i], self._each[i], begins + self._starts[i]
+            (n, width), each, start = self._shapes[i], self._each[i], begins + self._starts[i]
             full, rest = divmod(n, each)
-            down, along = (width, 1) if k > 1 else _row_strides(tensor, parameter)
-            shape, first = (full, k, each, width), tensor.storage_offset()
-            in_full = flat.as_strided(shape, (flat.stride(0), each * width, width, 1), start)
-            yield in_full, tensor.as_strided(shape, (each * down, n * width, down, along), first)
+            down, along = (width, 1) if tensor.dim() > 2 else _row_strides(tensor, parameter)
+            shape, first = (full, each, width), tensor.storage_offset()
+            in_full = flat.as_strided(shape, (flat.stride(0), width, 1), start)
+            yield in_full, tensor.as_strided(shape, (each * down, down, along), first)
             if rest:
                 last = flat.as_strided((rest, width), (width, 1), start + full * flat.stride(0))
                 first += full * each * down
@@ -181,19 +185,14 @@ class FlatBucket:
         return part.data
 
 
-def _sharded_dim(parameter: nn.Parameter, replicas: int, fsdp: bool) -> int:
-    """Returns the dimension of a parameter that replicas shard."""
-    if fsdp and parameter.dim() == 3 and len(parameter) % replicas:
-        return 0 if parameter.shape[1] % replicas else 1
-    return 1 if shard_of(parameter).transposed else 0
-
-
-def _shape_in_rows(parameter: nn.Parameter, replicas: int) -> tuple[int, int, int]:
-    """Returns how many matrices replicas shard, and their rows and columns. Reads only shapes."""
-    shape, info = parameter.shape, info_of(parameter)
-    if not _sharded_dim(parameter, replicas, info.resharded):
-        return 1, len(parameter), math.prod(shape[1:])
-    return (1, shape[1], shape[0]) if info.shard.transposed else (shape[0], shape[1], shape[2])
+def _shape_in_rows(parameter: nn.Parameter, replicas: int) -> tuple[int, int]:
+    """Returns how many rows replicas shard, and the elements of a row. Reads only the shape."""
+    if shard_of(parameter).transposed:
+        return parameter.shape[1], parameter.shape[0]
+    rows, *inner = parameter.shape
+    if len(inner) == 2 and rows and replicas % rows == 0 and inner[0] % (replicas // rows) == 0:
+        return rows * inner[0], inner[1]
+    return rows, math.prod(inner)
 
 
 def _row_strides(tensor: Tensor, parameter: nn.Parameter) -> tuple[int, int]:
