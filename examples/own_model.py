@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import gridformer
 
-WORDS, TOKENS = 256, 32
+WORDS, TOKENS = 512, 32
 
 PLAN = {
     "words": "embedding",

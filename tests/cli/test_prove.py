@@ -40,7 +40,7 @@ def test_equal() -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said.pop("worst")["relative"] < 1e-10
-    assert said.pop("loss") > 0
+    assert abs(said.pop("loss")) > 0, "of a random linear function"
     assert said == {"equal": True, "layout": "megatron 1x2", "not_placed": []}
 
 
