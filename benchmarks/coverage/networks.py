@@ -31,6 +31,9 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("ffn_hidden_size", "expert_ffn_hidden_size"), 32),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_head_dim"), 16),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
     "n_shared_experts": 1,
     "num_kv_shared_layers": 0,
     **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_topk_groups"), 1),
@@ -63,10 +66,17 @@ _OWN: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 32},
 }
+_EMPTY = ("qwen3_omni_moe_talker_text",)  # whose experts have no initial values
 # What it is called with beside tokens, of these sizes, or in their place.
 _INPUTS: dict[str, dict[str, tuple[int, ...]]] = {
     "llama4_vision_model": {"pixel_values": (8, 3, 32, 32)},
     "qwen3_omni_moe_talker_text": {"inputs_embeds": (8, 12, 64)},
+    "qwen3_omni_moe_talker_code_predictor": {"inputs_embeds": (8, 12, 64)},
+    "muse_glimmer_assistant": {
+        "noise_embeds": (8, 12, 64),
+        "context_hidden_states": (8, 12, 5 * 64),
+    },
+    "voxtral_realtime_text": {"t_cond": (8, 1, 64)},
     "t5gemma2_decoder": {"encoder_hidden_states": (8, 12, 64)},
 }
 _WORDS, _MOST = 96, 20_000_000
@@ -152,11 +162,14 @@ def build(name: str, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Tens
         raise ValueError(f"it has {size / 1e6:,.0f} million parameters: other networks are in it")
     torch.manual_seed(0)
     module = kind(config)
+    for key, parameter in module.named_parameters():
+        if name in _EMPTY and ".experts." in key:
+            nn.init.normal_(parameter, std=0.02)
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(_WORDS, (8, 12), generator=draw)
     more = _INPUTS.get(name, {})
     inputs = {key: torch.randn(size, generator=draw).double() for key, size in more.items()}
-    if {"pixel_values", "inputs_embeds"} & {*inputs}:
+    if {"pixel_values", "inputs_embeds", "noise_embeds"} & {*inputs}:
         return module, inputs
     return module, {**inputs, "input_ids": tokens} | ({"labels": tokens} if is_causal(kind) else {})
 
