@@ -36,6 +36,11 @@ REFUSED = {
     ("nemotron", "pp=2"): "transformers has no plan for NemotronForCausalLM",
     ("llama4_text", "pp=2"): "transformers has no plan for Llama4ForCausalLM",
     ("hy_v4", "pp=2"): "layers read prev_topk_indices of others, not hidden states alone",
+    ("inkling2_text", "pp=2"): "layers read block_states of others, not hidden states alone",
+    **{
+        ("inkling2_text", layout): "reads block_states, which is whole, beside what devices have"
+        for layout in ("2-D Megatron 2x2", "Optimus 2x2")
+    },
 }
 # Those that are refused in every session: no process is started for them.
 ALWAYS = {
@@ -46,7 +51,8 @@ ALWAYS = {
     (
         "higgs_audio_v2",
         "2-D Megatron 2x2",
-    ): "reads audio_token_mask of all tokens",
+    ): "reads audio_token_mask, which is whole",
+    ("voxtral_realtime_text", "Optimus 2x2"): "layers.0 reads t_cond, which is whole",
 }
 PAIRS = [*product(NAMES, coverage.LAYOUTS)]
 SEED = os.environ["GRIDFORMER_PAIRS"]  # set in conftest.py, equal in all workers of a session
@@ -64,3 +70,11 @@ def test_equals_one_process_or_says_why(pool: WorkerPool, name: str, layout: str
         found = coverage.cell(pool, name, changes, coverage.LAYOUTS[layout])
     said = (REFUSED | ALWAYS).get((name, layout))
     assert found == "equal" if said is None else found.startswith("refused:") and said in found
+
+
+def test_a_second_activation_of_all_tokens_ends_the_first_step(pool: WorkerPool) -> None:
+    """Its gradients were parts of the right ones, without a word."""
+    name, layout = "muse_glimmer_assistant", "2-D Megatron 2x2"
+    with pool.limit(280.0):
+        found = coverage.cell(pool, name, coverage.first_that_runs(name), coverage.LAYOUTS[layout])
+    assert "an activation [4, 12, 64] of all tokens is beside one [4, 6, 64] of which" in found

@@ -582,7 +582,25 @@ def cut_at_first(layer: nn.Module, boundary: Sharded) -> None:
 
 def enter_inside(module: nn.Module, boundary: Replicated, beside: Beside | None) -> None:
     """Lets all code inside a module see whole tokens in its first activation."""
-    _change_input(module, lambda x: enter(x, boundary), beside)
+    of_tokens = isinstance(boundary, Sharded) and boundary.dim == 1
+    _change_input(module, lambda x: enter(x, boundary), _refuse_whole if of_tokens else beside)
+
+
+def _refuse_whole(value: Any, activation: Tensor) -> Any:
+    """Returns a value beside an activation of some tokens, unless it is one of all tokens.
+
+    Its gradients would be those of a device's part of the section alone.
+
+    Raises:
+        ValueError: It is.
+    """
+    several = isinstance(value, Tensor) and value.requires_grad and value.dim() == 3
+    if several and value.shape[1] != activation.shape[1]:
+        raise ValueError(
+            f"an activation {[*value.shape]} of all tokens is beside one {[*activation.shape]} of "
+            "which devices have some: use scheme=megatron without sequence_parallel"
+        )
+    return value
 
 
 class Beside:
@@ -656,7 +674,9 @@ def _change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Non
 
 
 def _change_input(
-    module: nn.Module, change: Callable[[Tensor], Tensor], beside: Beside | None = None
+    module: nn.Module,
+    change: Callable[[Tensor], Tensor],
+    beside: Callable[[Any, Tensor], Any] | None = None,
 ) -> None:
     """Changes the first floating-point tensor that a module is called with, and what is beside."""
 

@@ -38,6 +38,13 @@ _DROPOUTS = (
     nn.FeatureAlphaDropout,
 )
 
+# What layers read whole, by the ends of its names, beside a part of tokens (s) or of features (h).
+_READ_WHOLE = {
+    "token_mask": ("s",),
+    "block_states": ("s", "h"),
+    **dict.fromkeys(("context_hidden_states", "t_cond"), ("h",)),
+}
+
 
 def check(module: nn.Module, layout: LayoutConfig, plan: Mapping[str, str] | None = None) -> Roles:
     """Returns the roles of a network's parts; for arguments and errors see `parallelize`."""
@@ -71,7 +78,7 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     for name in sorted(read):
         if "input_ids" in name:
             yield f"layers read {name}, and get embeddings alone: use parallelize()"
-        elif pp > 1 and name.startswith("prev_"):
+        elif pp > 1 and name.startswith(("prev_", "block_states")):
             yield f"layout.pp={pp}: layers read {name} of others, not hidden states alone: use pp=1"
     roles = roles_of(module, run.model.plan or None)
     attends = network_calls.attends_plainly(module) and not roles.latent
@@ -179,12 +186,12 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
             f"{type(module).__name__} makes masks of attention for what a device has between "
             "sections: use scheme=megatron without sequence_parallel, or optimus"
         )
-    for name, layer in modules.items() if between == "s" else ():
-        for read in inspect.signature(layer.forward).parameters if roles.is_layer(name) else ():
-            if read.endswith("token_mask"):
+    for name in filter(roles.in_layers, modules):
+        for read in inspect.signature(modules[name].forward).parameters:
+            if between in next((on for end, on in _READ_WHOLE.items() if read.endswith(end)), ""):
                 yield (
-                    f"{name} reads {read} of all tokens, and devices have some between sections: "
-                    "use scheme=megatron without sequence_parallel, or optimus"
+                    f"{name} reads {read}, which is whole, beside what devices have a part of "
+                    "between sections: use scheme=megatron without sequence_parallel"
                 )
     for name in roles.whole if between != "replicated" else ():
         above, _, leaf = name.rpartition(".")
