@@ -27,9 +27,9 @@ from benchmarks.coverage import measured
 from benchmarks.coverage.networks import architectures, build, first_that_runs, is_causal
 from gridformer.config import LayoutConfig, RunConfig, parse_run
 from gridformer.config.model import sizes_of_folder
-from gridformer.parallel.network.refusals import check
+from gridformer.exactness import EQUAL
 from gridformer.parallel.validation import check_layout
-from gridformer.prove import EQUAL
+from gridformer.prove import check_with_inputs
 from gridformer.utils.errors import ConfigError
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -45,10 +45,12 @@ REMEDY = re.compile(r"(: use |: give |: put |: set |; use |\. Give |, whose ).*"
 
 def cell(pool: WorkerPool, name: str, changes: dict[str, Any], layout: dict[str, Any]) -> str:
     """Returns equal, or refused, error or wrong, a colon and why or what."""
-    module: Any = build(name, changes)[0]
+    made: tuple[Any, Any] = build(name, changes)
+    module, inputs = made
     n = LayoutConfig(**layout).n_processes
     try:
-        check(module, LayoutConfig(**{k: v for k, v in layout.items() if "pp" not in layout}))
+        checked = LayoutConfig(**{k: v for k, v in layout.items() if "pp" not in layout})
+        check_with_inputs(module, inputs, checked)
         if "pp" not in layout:
             said = pool.run(n, measured.of_module, name, changes, layout)
         elif is_causal(type(module)):

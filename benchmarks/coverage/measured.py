@@ -10,8 +10,9 @@ from tests.support.multirank.matrix import SETTINGS
 
 from benchmarks.coverage.networks import build
 from gridformer.config import LayoutConfig
+from gridformer.exactness import EQUAL
 from gridformer.models import NetworkModel
-from gridformer.prove import EQUAL, compare, in_float64
+from gridformer.prove import compare, in_float64
 
 
 def of_module(name: str, changes: dict[str, Any], layout: dict[str, Any]) -> str:

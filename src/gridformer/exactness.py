@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from gridformer.utils.placeholder_module import without_dynamo
 
 EQUAL = 1e-9
 _STEPS = 2  # the second is the first with moments and updated copies
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 1800.0
 
 # n and h divide by 1, 2, 3, 4, 6 and 12, and v divides by none.
 TINY = {"n_layers": 2, "hidden_size": 48, "n_heads": 12, "vocab_size": 89, "max_seq_len": 24}
@@ -243,21 +243,31 @@ def measure(cells: Iterable[Cell]) -> Iterator[CellResult]:
         except ConfigError as error:
             yield CellResult(cell, "refused", "; ".join(error.problems))
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                launch(_one_rank, (run, folder), run.layout.n_processes)
-            except SystemExit as ended:
-                if ended.code != 1:  # it was stopped
-                    raise
-                yield CellResult(cell, "wrong", "a process failed, as printed above")
-                continue
-            worst = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+        try:
+            worst = in_processes(run.layout.n_processes, _one_rank, run)
+        except SystemExit as ended:
+            if ended.code != 1:  # it was stopped
+                raise
+            yield CellResult(cell, "wrong", "a process failed, as printed above")
+            continue
         what, relative = max(worst, key=lambda pair: pair[1])
         yield CellResult(cell, "equal" if relative <= EQUAL else "wrong", what, relative)
 
 
-def _one_rank(run: RunConfig, folder: str) -> None:
-    world = init_process_groups("cpu", run.layout.n_processes, _TIMEOUT_S)
+def in_processes(n: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Calls a function in n CPU processes, and returns what each returns, as JSON keeps it."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch(_one_process, (n, folder, function, args), n)
+        return [json.loads(Path(folder, f"{rank}").read_text()) for rank in range(n)]
+
+
+def _one_process(n: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+    world = init_process_groups("cpu", n, _TIMEOUT_S)
+    Path(folder, f"{world.rank}").write_text(json.dumps(function(*args)))
+    close_process_groups()
+
+
+def _one_rank(run: RunConfig) -> tuple[str, float]:
     axes = build_axes(run.layout, "cpu")
     alone = {"layout": LayoutConfig(), "train": without_methods(run.train)}
     with without_dynamo():  # it would take most of the time
@@ -268,9 +278,7 @@ def _one_rank(run: RunConfig, folder: str) -> None:
         assert_copies_equal(stepper.model, axes)
     except RuntimeError as error:
         found[str(error)] = math.inf
-    worst = max(found.items(), key=lambda pair: pair[1])
-    Path(folder, f"{world.rank}").write_text(json.dumps(worst))
-    close_process_groups()
+    return max(found.items(), key=lambda pair: pair[1])
 
 
 def _begin(run: RunConfig, axes: Axes) -> tuple[Stepper, list[ReadRows]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,19 @@ from torch.overrides import TorchFunctionMode
 
 from gridformer.config import LayoutConfig, load_run
 from gridformer.config.factory import make
-from gridformer.launch import launch
-from gridformer.mesh.process_group import close_process_groups, init_process_groups
+from gridformer.exactness import EQUAL, in_processes
 from gridformer.models.network import class_of
-from gridformer.parallel.network.network import Network, parallelize
+from gridformer.parallel.network.modules import change_input
+from gridformer.parallel.network.network import parallelize
 from gridformer.parallel.network.plan import roles_of
 from gridformer.parallel.network.refusals import check
-from gridformer.parallel.registry import describe_layout
-from gridformer.utils.errors import UserError
+from gridformer.parallel.registry import describe_layout, spec_of
+from gridformer.utils.errors import ConfigError, UserError
+from gridformer.utils.tensors import map_tensors
 
-EQUAL = 1e-9
 STEPS = 3
 _LAYERS = 2  # of a network that is cut
 _MOST_PARAMETERS = 50_000_000  # of a network that is not
-_TIMEOUT_S = 1800.0
 
 
 @dataclass
@@ -151,13 +149,38 @@ def prove(
         ConfigError: The network cannot run on the layout. No process has been started.
         UserError: There is no such network.
     """
-    module, _, own, _ = source.load()
-    check(module, layout, plan or own)
+    module, inputs, own, _ = source.load()
+    check_with_inputs(module, inputs, layout, plan or own)
     del module
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "proof.json"
-        launch(_one_rank, (source, layout, plan, str(out)), layout.n_processes)
-        return Proof(**json.loads(out.read_text()))
+    return Proof(**in_processes(layout.n_processes, _one_rank, source, layout, plan)[0])
+
+
+def check_with_inputs(
+    module: nn.Module, inputs: Any, layout: LayoutConfig, plan: Mapping[str, str] | None = None
+) -> None:
+    """Runs a network up to its first layer, where it stops from then on.
+
+    Raises:
+        ConfigError: It cannot run on the layout, or not with these inputs.
+    """
+    roles, spec = check(module, layout, plan), spec_of(layout)
+    divided = {"samples": spec.batch_parts(layout), "tokens": spec.sequence_parts(layout)}
+    shapes = list[torch.Size]()
+
+    def stop(x: Tensor) -> Tensor:
+        shapes.append(x.shape)
+        raise StopIteration
+
+    for name in roles.lists[:1] if max(divided.values()) > 1 else ():
+        change_input(next(module.get_submodule(name).children()), stop)
+        with suppress(Exception), torch.no_grad(), in_float64():  # processes say what it raises
+            _run(module.double(), _doubled(inputs))
+    for (what, n), size in (pair for shape in shapes for pair in zip(divided.items(), shape)):
+        if size % n:
+            raise ConfigError(
+                f"{describe_layout(layout)} divides {what} between sections, and {size} do not "
+                f"divide by {n}: use other inputs, or a layout that does not shard {what}"
+            )
 
 
 def not_placed(source: NetworkSource, plan: Mapping[str, str] | None) -> list[str]:
@@ -167,15 +190,11 @@ def not_placed(source: NetworkSource, plan: Mapping[str, str] | None) -> list[st
 
 
 def _one_rank(
-    source: NetworkSource, layout: LayoutConfig, plan: Mapping[str, str] | None, out: str
-) -> None:
-    world = init_process_groups("cpu", layout.n_processes, timeout_s=_TIMEOUT_S)
+    source: NetworkSource, layout: LayoutConfig, plan: Mapping[str, str] | None
+) -> dict[str, Any]:
     module, inputs, own, notes = source.load()
     proof = compare(module, inputs, layout, plan or own)
-    if world.rank == 0 and proof is not None:
-        proof.notes = notes
-        Path(out).write_text(json.dumps(asdict(proof)))
-    close_process_groups()
+    return {} if proof is None else {**asdict(proof), "notes": notes}
 
 
 # --------------------------------------------------------------------------- the comparison
@@ -235,9 +254,13 @@ def compare(
     with in_float64():
         expected = None
         if net.axes.world.index == 0:
-            expected = _train(alone, alone.parameters(), inputs)
+            adam: Any = torch.optim.AdamW(alone.parameters(), lr=1e-3)
+            named = dict(alone.named_parameters())
+            grads = lambda: {name: p.grad for name, p in named.items()}  # noqa: E731
+            expected = _train(alone, inputs, adam, Tensor.backward, float, grads)
         del alone
-        result = _train_on(net, inputs)
+        adam = net.optimizer(torch.optim.AdamW, lr=1e-3)
+        result = _train(net, net.local(inputs), adam, net.backward, net.total, net.gradients)
     if expected is None:
         return None
     name, relative = max(_differences(expected, result), key=lambda pair: pair[1])
@@ -252,47 +275,32 @@ def compare(
 _Result = tuple[float, dict[str, Tensor | None], dict[str, Tensor]]
 
 
-def _train(module: nn.Module, parameters: Any, inputs: Any) -> _Result:
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    losses: list[float] = []
-    grads: dict[str, Tensor | None] = {}
+def _train(
+    network: Any,
+    inputs: Any,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[Tensor], object],
+    total: Callable[[Tensor], float],
+    gradients: Callable[[], dict[str, Tensor | None]],
+) -> _Result:
+    """Returns the loss and the gradients of the first of some steps, and the weights after them."""
+    first: tuple[float, dict[str, Tensor | None]] | None = None
     for _ in range(STEPS):
-        loss = _loss(_run(module, inputs))
-        loss.backward()
-        losses.append(float(loss.detach()))
-        grads = grads or {
-            name: None if p.grad is None else p.grad.clone()
-            for name, p in module.named_parameters()
-        }
+        loss = _loss(_run(network, inputs))
+        backward(loss)
+        first = first or (total(loss.detach()), gradients())
         optimizer.step()
-        optimizer.zero_grad()
-    return losses[0], grads, module.state_dict()
-
-
-def _train_on(net: Network, inputs: Any) -> _Result:
-    optimizer = net.optimizer(torch.optim.AdamW, lr=1e-3)
-    losses: list[float] = []
-    grads: dict[str, Tensor | None] = {}
-    for _ in range(STEPS):
-        loss = _loss(_run(net, net.local(inputs)))
-        net.backward(loss)
-        losses.append(net.total(loss))
-        grads = grads or net.gradients()
-        optimizer.step()
-        net.zero_grad()
-    return losses[0], grads, net.state_dict()
+        network.zero_grad()
+    assert first is not None
+    return (*first, network.state_dict())
 
 
 def _run(network: Callable[..., Any], inputs: Any) -> Any:
     return network(**inputs) if isinstance(inputs, Mapping) else network(*inputs)
 
 
-def _doubled(x: Any) -> Any:
-    if isinstance(x, Mapping):
-        return {key: _doubled(value) for key, value in x.items()}
-    if isinstance(x, list | tuple):
-        return type(x)(map(_doubled, x))
-    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+def _doubled(inputs: Any) -> Any:
+    return map_tensors(lambda x: x.double() if x.is_floating_point() else x, inputs)
 
 
 def _loss(out: Any) -> Tensor:

@@ -17,9 +17,12 @@ from torch import Tensor, nn
 import gridformer
 from examples import own_model
 from gridformer.config import LayoutConfig
+from gridformer.mesh import Axis
 from gridformer.models.network_calls import attends_plainly
+from gridformer.parallel.network.modules import Beside
 from gridformer.parallel.network.plan import PlanRole, default_plan, is_table, roles_of
 from gridformer.parallel.network.refusals import check
+from gridformer.parallel.tensor.summa import Sharded
 from gridformer.prove import compare
 from gridformer.utils.errors import ConfigError
 from tests.support.marks import full_unless
@@ -171,6 +174,59 @@ def deepseek() -> Made:
     return (*_causal("DeepseekV3ForCausalLM", config, 97, **MOE, **more), None)
 
 
+class Crossing(nn.Module):
+    """Attention of one activation to another."""
+
+    def __init__(self, h: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.d = heads, h // heads
+        self.q, self.k, self.v, self.out = (nn.Linear(h, h) for _ in range(4))
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (self.heads, self.d)).transpose(1, 2)
+            for y in (self.q(x), self.k(context), self.v(context))
+        )
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class CrossedLayer(nn.Module):
+    """Attends to its own activation, given twice, and to one that comes from outside the layers."""
+
+    def __init__(self, h: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.own, self.cross = Crossing(h, heads), Crossing(h, heads)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.own(y, y)
+        return x + self.cross(self.norm2(x), context)
+
+
+class Crossed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.encoder = nn.Embedding(97, 32), nn.Linear(6, 32)
+        self.layers = nn.ModuleList(CrossedLayer(32, 4) for _ in range(2))
+
+    def forward(self, tokens: Tensor, context: Tensor) -> Tensor:
+        x, encoded = self.words(tokens), self.encoder(context)
+        for layer in self.layers:
+            x = layer(x, encoded)
+        return x
+
+
+def crossed() -> Made:
+    """The context is as long as the part of the tokens that one of two columns has."""
+    plan = {"words": "embedding", "encoder": "replicated", "layers.*.out": "closing"}
+    plan |= {f"layers.*.{name}": "opening" for name in "qkv"}
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(97, (8, 12), generator=draw)
+    heads = {"layers.*.own": "heads: heads", "layers.*.cross": "heads: heads"}
+    return Crossed(), (tokens, torch.randn(8, 6, 6, generator=draw)), plan | heads
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron": {"scheme": "megatron", "cols": 2},
     "tokens": {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
@@ -182,7 +238,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "both": {"scheme": "optimus", "cols": 2, "dp": 2, "dp_mode": "fsdp"},
 }
 NETWORKS = {
-    made.__name__: made for made in (decoder, vit, llama, padded, gpt2, mixtral, aria, deepseek)
+    made.__name__: made
+    for made in (decoder, vit, crossed, llama, padded, gpt2, mixtral, aria, deepseek)
 }
 
 
@@ -195,6 +252,7 @@ def measured(name: str, layout: dict[str, Any]) -> Any:
 # Of each network in make test; the decoder is on all layouts there.
 QUICK = {
     "vit": "optimus branches",
+    "crossed": "megatron_2d branches",
     "llama": "both",
     "padded": "branches",
     "aria": "optimus",
@@ -210,12 +268,21 @@ PAIRS = [(name, layout) for name in NETWORKS for layout in LAYOUTS]
     full_unless(lambda pair: pair[1] in QUICK.get(pair[0], pair[1]).split(), PAIRS, unpack=True),
 )
 def test_equals_one_process(pool: WorkerPool, name: str, layout: str) -> None:
-    if name not in ("decoder", "vit"):
+    if name not in ("decoder", "vit", "crossed"):
         pytest.importorskip("transformers")
     n = LayoutConfig(**LAYOUTS[layout]).n_processes
     proof = pool.run(n, measured, name, LAYOUTS[layout])[0]
     assert proof.equal, proof.worst
     assert proof.worst["relative"] < 1e-10
+
+
+def test_another_activation_that_layers_make_of_all_tokens_ends_the_step() -> None:
+    """Its gradients would be parts of the right ones, without a word."""
+    beside = Beside(Sharded(Axis("col", 2), 1))
+    part = torch.ones(2, 6, 8)
+    assert beside(part, part, torch.neg) is part
+    with pytest.raises(ValueError, match=r"\[2, 12, 8\] of all tokens, which layers make, is"):
+        beside({"more": torch.ones(2, 12, 8, requires_grad=True)}, part, torch.neg)
 
 
 def differs(which: str) -> Any:

@@ -25,6 +25,7 @@ from tests.support.marks import full_unless
 from tests.support.multirank import own_networks
 from tests.support.multirank.exactness import compare
 from tests.support.multirank.matrix import OVER_SEQUENCE, SCHEMES, SETTINGS, Cell
+from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.own_networks import NETWORKS, OF_TRANSFORMERS
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import TRAIN, assert_same_run, plan_for, start_from, train
@@ -44,16 +45,32 @@ QUICK = (
     ("scaled", "Megatron, sequence parallel", 1, "zero1"),
     ("mixtral", "Optimus", 2, "none"),
 )
+# Their messages take NCCL's path.
+QUICK_OVER_NCCL = ("mixtral", "D&SP", 1, "fsdp")
+OVER_NCCL = [
+    *itertools.product(
+        ("scaled", "mixtral"), ("Optimus", "Megatron 2-D", "D&SP"), (1,), ("none", "fsdp")
+    )
+]
 
 
 @pytest.mark.parametrize("cell", full_unless(QUICK.__contains__, CELLS), ids=str)
 def test_equals_one_device(pool: WorkerPool, cell: tuple[str, str, int, str]) -> None:
+    equals_one_device(pool, cell)
+
+
+@pytest.mark.parametrize("cell", full_unless(QUICK_OVER_NCCL.__eq__, OVER_NCCL), ids=str)
+def test_equals_one_device_over_nccl(pool: WorkerPool, cell: tuple[str, str, int, str]) -> None:
+    equals_one_device(pool, cell, on_nccl)
+
+
+def equals_one_device(pool: WorkerPool, cell: tuple[str, str, int, str], *over: Any) -> None:
     name, layout = cell[0], Cell("GPT-2", *cell[1:], False).layout
     model, n = own_networks.of(name, max_seq_len=12), LayoutConfig(**layout).n_processes
     check_layout(a_run(model, ".", layout))
     settings = {**SETTINGS, **METHODS.get(METHOD[cell], {})}
     with pool.limit(280.0):
-        worst = pool.run(n, own_networks.in_double, compare, layout, model, settings, 2)
+        worst = pool.run(n, *over, own_networks.in_double, compare, layout, model, settings, 2)
     assert max(max(one.values()) for one in worst) < 1e-9, worst
 
 

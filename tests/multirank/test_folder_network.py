@@ -60,7 +60,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 # Their messages take NCCL's path.
-ON_NCCL = ("megatron s", "optimus", "optimus fsdp", "interleaved")
+ON_NCCL = {"megatron s", "megatron_2d", "optimus", "optimus fsdp", "branches fsdp"}
+ON_NCCL |= {"fsdp", "interleaved"}
 
 
 @pytest.fixture(scope="module")

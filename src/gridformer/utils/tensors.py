@@ -6,7 +6,7 @@ Operators show neither freed memory nor repeated turns of a loop, so records of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar, cast
 
@@ -37,6 +37,21 @@ class TensorAttribute(Generic[T]):
     def remove(self, tensor: Tensor) -> None:
         """Removes the value from a tensor that has one."""
         delattr(tensor, self._name)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """Changes a tensor, or all in a dict, list or tuple; it stays the same one if they do."""
+    if isinstance(x, Tensor):
+        return change(x)
+    ours = (
+        x if isinstance(x, Mapping) else dict(enumerate(x)) if isinstance(x, list | tuple) else {}
+    )
+    new = {key: map_tensors(change, value) for key, value in ours.items()}
+    if all(new[key] is value for key, value in ours.items()):
+        return x
+    if isinstance(x, Mapping):
+        return new
+    return type(x)(*new.values()) if hasattr(x, "_fields") else type(x)(new.values())
 
 
 def free_storage(x: Tensor) -> None:

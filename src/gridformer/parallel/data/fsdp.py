@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +33,8 @@ from gridformer.utils.tensors import free_storage
 LABEL = "parameters"
 
 
-class BackwardHooks(Protocol):
-    """What lets a layer unshard its parameters before its backward pass, such as `Recompute`."""
-
-    def before_backward(self, block: nn.Module, hook: Callable[[Tensor], None]) -> None:
-        """Calls a hook with the gradient of the block's output before its backward pass."""
+# Calls a function with the gradient of a module's output before its backward pass.
+BeforeBackward = Callable[[nn.Module, Callable[[Tensor], None]], None]
 
 
 class FSDPUnit:
@@ -78,11 +75,11 @@ class FSDPUnit:
             for (name, copied), members in groups.items()
         ]
 
-    def watch(self, layer: nn.Module, recompute: BackwardHooks) -> None:
+    def watch(self, layer: nn.Module, before_backward: BeforeBackward) -> None:
         """Makes a layer unshard and reshard these parameters when it runs."""
         layer.register_forward_pre_hook(self._before_forward)
         layer.register_forward_hook(self._after_forward)
-        recompute.before_backward(layer, self._before_backward)
+        before_backward(layer, self._before_backward)
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._gradient_done)
 
@@ -180,7 +177,7 @@ class _Message:
 class Gathering:
     """The units of a model: one for each layer, in the model's order, and one for the `rest`.
 
-    Another network says which its `layers` are and has hooks of its own in place of `Recompute`.
+    Another network says which its `layers` are, and has no `Recompute` that calls their hooks.
     """
 
     def __init__(
@@ -189,7 +186,7 @@ class Gathering:
         axes: Axes,
         reshards: bool = True,
         layers: Sequence[nn.Module] | None = None,
-        hooks: BackwardHooks | None = None,
+        before_backward: BeforeBackward | None = None,
     ) -> None:
         if layers is None:
             layers = [module for module in model.modules() if isinstance(module, Layer)]
@@ -200,7 +197,8 @@ class Gathering:
         self.layers = [FSDPUnit(each, axes, as_copies=True) for each in of_layer]
         for layer, unit in zip(layers, self.layers):
             unit.reshards = reshards
-            unit.watch(layer, hooks or model.recompute)  # type: ignore[arg-type]
+            watch: Any = before_backward or model.recompute.before_backward  # type: ignore[union-attr]
+            unit.watch(layer, watch)
         if self.layers:
             self.layers[-1].comes_again = axes.pp.size == 1
         for unit, after in pairwise(self.layers):

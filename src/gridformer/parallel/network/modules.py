@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gridformer import comm
 from gridformer.comm import autograd
 from gridformer.mesh import Axes, Axis
 from gridformer.models.blocks.cast import cast, transposed
@@ -33,7 +32,7 @@ from gridformer.parallel.sharding import ParamPlacement
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.norm import grid_norm
 from gridformer.parallel.tensor.summa import Replicated, Sharded
-from gridformer.parallel.tensor.summa.gathered import LABEL
+from gridformer.utils.tensors import TensorAttribute, map_tensors
 
 # Places a parameter of a module, by its name there. The last argument is the order in which the
 # indices of dimension 0, or 1 of a Conv1D, are dealt out, if it is another one.
@@ -44,22 +43,12 @@ Place = Callable[[nn.Module, str, ParamPlacement, Tensor | None], None]
 
 def enter(x: Tensor, boundary: Replicated) -> Tensor:
     """Enters a section: forward gather, backward reduce-scatter of the sum of gradients."""
-    return autograd.pair(
-        x,
-        boundary.col,
-        lambda x: boundary.gather(x).wait(),
-        lambda grad: boundary.reduce_scatter(grad.clone()).wait(),
-    )
+    return autograd.pair(x, boundary.col, partial(_whole, boundary), partial(_sum, boundary))
 
 
 def leave(x: Tensor, boundary: Replicated) -> Tensor:
     """Leaves a section with partial sums: forward reduce-scatter, backward gather."""
-    return autograd.pair(
-        x,
-        boundary.col,
-        lambda x: boundary.reduce_scatter(x.clone()).wait(),
-        lambda grad: boundary.gather(grad.contiguous()).wait(),
-    )
+    return autograd.pair(x, boundary.col, partial(_sum, boundary), partial(_whole, boundary))
 
 
 def cut(x: Tensor, boundary: Sharded) -> Tensor:
@@ -71,56 +60,25 @@ def cut(x: Tensor, boundary: Sharded) -> Tensor:
             f"activation {tuple(x.shape)} between sections, and {size} does not divide by "
             f"{boundary.col.size}: use another length, or a layout that does not shard it"
         )
-    return autograd.pair(
-        x,
-        boundary.col,
-        lambda x: _part(x, boundary).contiguous(),
-        lambda grad: boundary.gather(grad.contiguous()).wait(),
-    )
+    return autograd.pair(x, boundary.col, partial(_part, boundary), partial(_whole, boundary))
 
 
 def join(x: Tensor, boundary: Sharded) -> Tensor:
     """Gives every device the whole, with which all compute the same: forward gather, backward
     slice."""
-    return autograd.pair(
-        x,
-        boundary.col,
-        lambda x: boundary.gather(x.contiguous()).wait(),
-        lambda grad: _part(grad, boundary).contiguous(),
-    )
+    return autograd.pair(x, boundary.col, partial(_whole, boundary), partial(_part, boundary))
 
 
-def _part(x: Tensor, boundary: Sharded) -> Tensor:
-    return x.chunk(boundary.col.size, boundary.dim)[boundary.col.index]
+def _whole(boundary: Replicated, x: Tensor) -> Tensor:
+    return boundary.gather(x.contiguous()).wait()
 
 
-class Entering:
-    """Enters a section once for all opening products that read the same tensor, such as q, k and v.
+def _sum(boundary: Replicated, x: Tensor) -> Tensor:
+    return boundary.reduce_scatter(x.clone()).wait()
 
-    A tensor that is whole although activations are sharded over h, such as the output of an
-    encoder, is entered as a replicated one.
 
-    Attributes:
-        n_readers: The products that share it.
-    """
-
-    def __init__(self, boundary: Replicated) -> None:
-        self.boundary, self.n_readers = boundary, 0
-        self._whole = Replicated(boundary.col)
-        self._last: tuple[Tensor, object, Tensor] | None = None
-        self._uses = 0
-
-    def __call__(self, x: Tensor, n_in: int) -> Tensor:
-        state = torch.is_grad_enabled(), autograd.version_of(x)
-        if self._last is None or self._last[0] is not x or self._last[1] != state:
-            over_h = isinstance(self.boundary, Sharded) and x.shape[-1] < n_in
-            entered = enter(x, self.boundary if over_h else self._whole)
-            self._last, self._uses = (x, state, entered), 0
-        entered = self._last[2]
-        self._uses += 1
-        if self._uses >= self.n_readers:
-            self._last = None  # frees what nobody reads any more
-        return entered
+def _part(boundary: Sharded, x: Tensor) -> Tensor:
+    return x.chunk(boundary.col.size, boundary.dim)[boundary.col.index].contiguous()
 
 
 # --------------------------------------------------------------------------- products
@@ -161,7 +119,7 @@ class Opening(_Product):
     """
 
     def __init__(
-        self, plain: nn.Module, role: PlanRole, entering: Entering | None, place: Place, axes: Axes
+        self, plain: nn.Module, role: PlanRole, section: Openings, place: Place, axes: Axes
     ) -> None:
         bias = ParamPlacement(("col",), copies="row", partial=True)
         weight: Any = plain.weight
@@ -173,17 +131,12 @@ class Opening(_Product):
             order = order_of_parts(self.widths, self.n_blocks)
         super().__init__(plain, ("col", "row"), bias, place, order, pad)
         self.n_blocks //= axes.col.size
-        self.entering = entering
         self.gathered = Sharded(axes.col, -1) if role.kind == "head" else None
-        self.joined: JoinedOpenings | None = None
+        self.section = section
+        section.add(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.joined is not None:
-            y = self.joined(self, x)
-        else:
-            if self.entering is not None:
-                x = self.entering(x, self.n_in)
-            y = linear(x, self.weight_IO(), self.bias)
+        y = self.section(self, x)
         if self.widths:
             block = [width // math.gcd(*self.widths) for width in self.widths]
             parts = y.unflatten(-1, (self.n_blocks, sum(block))).split(block, -1)
@@ -191,29 +144,60 @@ class Opening(_Product):
         return y if self.gathered is None else join(y, self.gathered)[..., : self.n_out]
 
 
-class JoinedOpenings:
-    """The opening products of a module, whose weights rows of devices shard, as one product.
+class Openings:
+    """The opening products of a module that read the same tensor, such as q, k and v.
 
-    The first of them that is called computes all of them, for the same tensor.
+    The first of them that is called enters the section for all. Where rows of devices shard their
+    weights, it computes all of them, as one product.
 
-    Attributes:
-        gathered_weight: What is gathered ahead of their weights side by side.
+    A tensor that is whole although activations are sharded over h, such as the output of an
+    encoder, is entered as a replicated one.
+
+    Args:
+        boundary: How the section is entered; None if the module around it is entered.
     """
 
-    def __init__(self, members: list[Opening], axes: Axes) -> None:
-        self.members, first = members, members[0]
-        self.boundary = first.entering.boundary if first.entering else None
-        alone = replace(axes, col=Axis("col"))
-        self._entered = summa.Gathered(alone, Replicated(alone.col))
-        self._whole = summa.Gathered(axes, Replicated(axes.col))
-        self._sharded = summa.Gathered(axes, self.boundary or self._whole.boundary)
-        self.gathered_weight = summa.GatheredWeight(axes.row, keeps=False)
-        self.gathered_weight.block = self._block
-        vars(first)["gathered_weight"] = self.gathered_weight
+    def __init__(self, boundary: Replicated | None, axes: Axes) -> None:
+        self.members: list[Opening] = []
+        self.boundary, self.axes = boundary, axes
         self._last: tuple[Tensor, object] | None = None
-        self._results: list[Tensor | None] = []
-        for member in members:
-            member.joined = self
+        self._results: dict[Opening, Tensor] = {}
+
+    def add(self, member: Opening) -> None:
+        if not self.members and self.axes.row.size > 1:  # what is gathered ahead is the first one's
+            self._ahead = summa.GatheredWeight(self.axes.row, keeps=False)
+            self._ahead.block = self._block
+            vars(member)["gathered_weight"] = self._ahead
+        self.members.append(member)
+
+    def __call__(self, member: Opening, x: Tensor) -> Tensor:
+        joined = self.axes.row.size > 1
+        if self.boundary is None and not joined:
+            return linear(x, member.weight_IO(), member.bias)
+        state = torch.is_grad_enabled(), autograd.version_of(x)
+        same = self._last is not None and self._last[0] is x and self._last[1] == state
+        if not same or member not in self._results:
+            self._results, self._last = self._compute(x, member.n_in), (x, state)
+        result = self._results.pop(member)
+        if not self._results:
+            self._last = None  # frees what nobody reads any more
+        return result if joined else linear(result, member.weight_IO(), member.bias)
+
+    def _compute(self, x: Tensor, n_in: int) -> dict[Opening, Tensor]:
+        """Returns what products read or, if rows shard their weights, their results."""
+        members, axes = self.members, self.axes
+        if self.boundary is None:
+            axes = replace(axes, col=Axis("col"))
+        boundary = Replicated(axes.col)
+        if isinstance(self.boundary, Sharded) and x.shape[-1] < n_in:
+            boundary = self.boundary
+        if axes.row.size == 1:
+            return dict.fromkeys(members, enter(x, boundary))
+        biases = [member.bias for member in members if member.bias is not None]
+        bias = side_by_side(biases, x.dtype) if len(biases) > 1 else (*biases, None)[0]
+        schedule, weight = summa.Gathered(axes, boundary), self._weight(x.dtype)
+        y = summa.product_ab(x, weight, schedule, bias, self._ahead, keep_input=True)
+        return dict(zip(members, y.split([one.weight_IO().shape[1] for one in members], -1)))
 
     def _block(self) -> Tensor:
         weights = [materialized(member.weight) for member in self.members]
@@ -222,27 +206,6 @@ class JoinedOpenings:
     def _weight(self, dtype: torch.dtype) -> Tensor:
         weights = [member.weight_IO() for member in self.members]
         return side_by_side(weights, dtype) if len(weights) > 1 else weights[0]
-
-    def __call__(self, member: Opening, x: Tensor) -> Tensor:
-        index, state = self.members.index(member), (torch.is_grad_enabled(), autograd.version_of(x))
-        same = self._last is not None and self._last[0] is x and self._last[1] == state
-        if not same or self._results[index] is None:
-            self._results, self._last = self._compute(x), (x, state)
-        result, self._results[index] = self._results[index], None
-        if not any(other is not None for other in self._results):
-            self._last = None
-        assert result is not None
-        return result
-
-    def _compute(self, x: Tensor) -> list[Tensor | None]:
-        members, schedule = self.members, self._entered
-        if self.boundary is not None:
-            schedule = self._sharded if x.shape[-1] < members[0].n_in else self._whole
-        biases = [member.bias for member in members if member.bias is not None]
-        bias = side_by_side(biases, x.dtype) if len(biases) > 1 else (*biases, None)[0]
-        weight, ahead = self._weight(x.dtype), self.gathered_weight
-        y = summa.product_ab(x, weight, schedule, bias, ahead, keep_input=True)
-        return [*y.split([member.weight_IO().shape[1] for member in members], -1)]
 
 
 class Closing(_Product):
@@ -400,7 +363,7 @@ class Experts(ReadCast):
     def read(self, name: str, value: Tensor) -> Tensor:
         role = self.matrices[name]
         outside, inside = (2, 1) if (role.kind == "opening") != role.turned else (1, 2)
-        value = _gathered(value, self.axes.row, outside)
+        value = enter(value, Sharded(self.axes.row, outside))
         if name in self.alternating and not self.grouped:
             parts = value.unflatten(inside, (-1, self.alternating[name]))
             value = parts.transpose(inside, inside + 1).flatten(inside, inside + 1)
@@ -459,16 +422,6 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].to(ctx.dtype), None
-
-
-def _gathered(weight: Tensor, row: Axis, dim: int) -> Tensor:
-    """Gathers a weight down a column: forward all-gather, backward reduce-scatter."""
-    return autograd.pair(
-        weight,
-        row,
-        lambda x: comm.all_gather(x.contiguous(), row, dim, LABEL),
-        lambda grad: comm.reduce_scatter(grad.contiguous(), row, dim, LABEL),
-    )
 
 
 # --------------------------------------------------------------------------- norms
@@ -575,70 +528,73 @@ def _probed(
 # --------------------------------------------------------------------------- layers
 
 
-def cut_at_first(layer: nn.Module, boundary: Sharded) -> None:
-    """Lets a layer, the first of its list, read this device's part of its first activation."""
-    _change_input(layer, lambda x: cut(x, boundary))
-
-
-def enter_inside(module: nn.Module, boundary: Replicated, beside: Beside | None) -> None:
-    """Lets all code inside a module see whole tokens in its first activation."""
-    of_tokens = isinstance(boundary, Sharded) and boundary.dim == 1
-    _change_input(module, lambda x: enter(x, boundary), _refuse_whole if of_tokens else beside)
-
-
-def _refuse_whole(value: Any, activation: Tensor) -> Any:
-    """Returns a value beside an activation of some tokens, unless it is one of all tokens.
-
-    Its gradients would be those of a device's part of the section alone.
-
-    Raises:
-        ValueError: It is.
-    """
-    several = isinstance(value, Tensor) and value.requires_grad and value.dim() == 3
-    if several and value.shape[1] != activation.shape[1]:
-        raise ValueError(
-            f"an activation {[*value.shape]} of all tokens is beside one {[*activation.shape]} of "
-            "which devices have some: use scheme=megatron without sequence_parallel"
-        )
-    return value
+_outside = TensorAttribute[bool]("outside")
 
 
 class Beside:
-    """Gathers what a module gets beside its activation for each sample: masks, angles of positions.
+    """Changes what modules get beside an activation of which a device has some samples, or tokens,
+    or features.
 
-    So they are those of all branches' samples, if the activation is.
+    Of samples, masks and angles of positions become those of all branches. Another activation is
+    changed as the first one if it comes from outside the layers, as an encoder's output does. Where
+    tokens are sharded every device has all of such a one, and its gradients are summed; where
+    features are, layers get a part of it.
     """
 
-    def __init__(self, boundary: Replicated) -> None:
-        self.boundary = boundary
+    def __init__(self, boundary: Sharded) -> None:
+        self.boundary, self._whole = boundary, Replicated(boundary.col)
         self._gathered = WeakTensorKeyDictionary()  # layers read the same ones
 
-    def __call__(self, value: Any, activation: Tensor) -> Any:
-        if type(value) in (dict, list, tuple):
-            is_dict = type(value) is dict
-            ours: dict[Any, Any] = value if is_dict else dict(enumerate(value))
-            new = {key: self(one, activation) for key, one in ours.items()}
-            if all(new[key] is one for key, one in ours.items()):
-                return value  # in which layers may leave something
-            return new if is_dict else type(value)(new.values())
-        if not isinstance(value, Tensor) or value.requires_grad or value.dim() < 2:
-            return value
-        alone = value.dim() < 3 and value.is_floating_point()  # [s, d] of all samples alike
-        if alone or len(value) != len(activation) or value.shape == activation.shape:
-            return value
-        if value not in self._gathered:
-            self._gathered[value] = self.boundary.gather(value.contiguous()).wait()
-        return self._gathered[value]
+    def __call__(self, value: Any, activation: Tensor, change: Callable[[Tensor], Tensor]) -> Any:
+        def changed(x: Tensor) -> Tensor:
+            if self.boundary.dim:
+                of_width = self.boundary.dim == -1
+                return (self._of_width if of_width else self._of_tokens)(x, activation)
+            alone = x.dim() < 3 and x.is_floating_point()  # [s, d] of all samples alike
+            if x.dim() < 2 or alone or len(x) != len(activation):
+                return x
+            if not _outside.get(x) and (x.requires_grad or x.shape == activation.shape):
+                return x
+            if x.requires_grad:
+                return change(x)
+            if x not in self._gathered:
+                self._gathered[x] = _whole(self.boundary, x)
+            return self._gathered[x]
+
+        return map_tensors(changed, value)
+
+    def _of_width(self, x: Tensor, activation: Tensor) -> Tensor:
+        width = activation.shape[-1] * self.boundary.col.size
+        like = x.is_floating_point() and x.dim() == activation.dim() and x.shape[-1] == width
+        return cut(x, self.boundary) if like and _outside.get(x) else x
+
+    def _of_tokens(self, x: Tensor, activation: Tensor) -> Tensor:
+        if not x.requires_grad or x.dim() != 3:
+            return x
+        if _outside.get(x):
+            return enter(x, self._whole)
+        if x.shape[1] != activation.shape[1]:
+            raise ValueError(
+                f"an activation {[*x.shape]} of all tokens, which layers make, is beside one "
+                f"{[*activation.shape]} of which devices have some: use scheme=megatron without "
+                "sequence_parallel"
+            )
+        return x
 
 
-def join_at_last(layer: nn.Module, boundary: Sharded) -> None:
-    """Gives every device the whole result of a layer, the last of its list."""
-    _change_output(layer, lambda x: join(x, boundary))
+def note_outside(layer: nn.Module) -> None:
+    """Notes that what a layer gets, the first of its list, comes from outside the layers."""
+
+    def noted(x: Tensor) -> Tensor:
+        _outside.set(x, True)
+        return x
+
+    change_input(layer, lambda x: x, lambda value, *_: map_tensors(noted, value))
 
 
 def compute_whole(module: nn.Module, boundary: Sharded, beside: Beside | None) -> None:
     """Lets every device compute a module between sections whole, of all tokens and all of h."""
-    _change_input(module, lambda x: join(x, boundary), beside)
+    change_input(module, lambda x: join(x, boundary), beside)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -662,7 +618,7 @@ def compute_whole(module: nn.Module, boundary: Sharded, beside: Beside | None) -
     module.register_forward_hook(hook, with_kwargs=True)
 
 
-def _change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Changes the first tensor that a module returns."""
 
     def hook(_: nn.Module, __: Any, out: Any) -> Any:
@@ -673,10 +629,10 @@ def _change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Non
     module.register_forward_hook(hook)
 
 
-def _change_input(
+def change_input(
     module: nn.Module,
     change: Callable[[Tensor], Tensor],
-    beside: Callable[[Any, Tensor], Any] | None = None,
+    beside: Callable[[Any, Tensor, Callable[[Tensor], Tensor]], Any] | None = None,
 ) -> None:
     """Changes the first floating-point tensor that a module is called with, and what is beside."""
 
@@ -684,10 +640,11 @@ def _change_input(
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         if (first := _first(given)) is None:
             return None
-        x = given[first]
+        x, new = given[first], change(given[first])
+        others = {name: new if value is x else value for name, value in given.items()}
         if beside is not None:
-            given = {name: beside(value, x) for name, value in given.items()}
-        given[first] = change(x)
+            others = {n: v if v is new else beside(v, x, change) for n, v in others.items()}
+        given = others
         return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
 
     # What is registered later is around what has been.
@@ -701,13 +658,12 @@ def _first(given: dict[Any, Any]) -> Any:
     return next((name for name in tensors if given[name].is_floating_point()), None)
 
 
-class OutputHooks:
-    """Calls hooks before the backward pass of a module, as `blocks.Recompute` does for layers."""
+def before_backward(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
+    """Calls a hook before the backward pass of a module, as `blocks.Recompute` does for layers."""
 
-    def before_backward(self, module: nn.Module, hook: Callable[[Tensor], None]) -> None:
-        def watch(_: nn.Module, __: Any, out: Any) -> None:
-            first = out if isinstance(out, Tensor) else out[0]
-            if first.requires_grad:
-                first.register_hook(hook)
+    def watch(_: nn.Module, __: Any, out: Any) -> None:
+        first = out if isinstance(out, Tensor) else out[0]
+        if first.requires_grad:
+            first.register_hook(hook)
 
-        module.register_forward_hook(watch)
+    module.register_forward_hook(watch)

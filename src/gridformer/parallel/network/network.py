@@ -31,6 +31,7 @@ from gridformer.parallel.network.refusals import check
 from gridformer.parallel.network.replacing import Sharding
 from gridformer.parallel.registry import describe_layout
 from gridformer.parallel.sharding import ParamInfo, info_of
+from gridformer.utils.tensors import map_tensors
 
 LABEL = "network"
 
@@ -128,15 +129,15 @@ class Network:
         self._scope = ExitStack()  # in which parameters are gathered (fsdp)
         self._gathering: fsdp.Gathering | None = None
         if mode == "fsdp":
-            reshards = self.layout.reshard != "step"
-            hooks = parts.OutputHooks()
-            layers = sharding.layers
-            self._gathering = fsdp.Gathering(self.module, axes, reshards, layers, hooks)
+            more = self.layout.reshard != "step", sharding.layers, parts.before_backward
+            self._gathering = fsdp.Gathering(self.module, axes, *more)
         self._is_open = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the network on this process's samples."""
-        self._open()
+        if self._gathering is not None and not self._is_open:
+            self._scope.enter_context(self._gathering.open())
+            self._is_open = True
         return self.module(*args, **kwargs)
 
     def local(self, batch: Any) -> Any:
@@ -151,18 +152,16 @@ class Network:
         Raises:
             ValueError: B does not divide.
         """
-        if isinstance(batch, Mapping):
-            return {key: self.local(value) for key, value in batch.items()}
-        if isinstance(batch, list | tuple):
-            return type(batch)(map(self.local, batch))
-        if not isinstance(batch, Tensor):
-            return batch
-        if len(batch) % self.n_parts:
-            raise ValueError(
-                f"a batch of {len(batch)} samples does not divide into {self.n_parts} equal parts"
-            )
         index = self.axes.dp.index * self.axes.batch.size + self.axes.batch.index
-        return batch.chunk(self.n_parts)[index].to(self.device)
+
+        def mine(x: Tensor) -> Tensor:
+            if len(x) % self.n_parts:
+                raise ValueError(
+                    f"a batch of {len(x)} samples does not divide into {self.n_parts} equal parts"
+                )
+            return x.chunk(self.n_parts)[index].to(self.device)
+
+        return map_tensors(mine, batch)
 
     def backward(self, loss: Tensor, last: bool = True) -> None:
         """Runs the backward pass; afterward gradients are those of the mean over all processes.
@@ -262,14 +261,12 @@ class Network:
         grads: dict[str, Tensor | None] = {}
         for name, parameter in self.module.named_parameters():
             part = replica_part(parameter)
-            grad = (parameter if part is None else part).grad
-            here = torch.tensor(float(grad is not None), device=self.device)
+            held = parameter if part is None else part
+            here = torch.tensor(float(held.grad is not None), device=self.device)
+            grads[name] = None
             if float(comm.all_reduce(here, self.axes.world, "max", LABEL)):
-                held = parameter if part is None else part
-                grad = torch.zeros_like(held) if grad is None else grad
+                grad = torch.zeros_like(held) if held.grad is None else held.grad
                 grads[name] = self._whole(parameter, grad, part is not None)
-            else:
-                grads[name] = None
         return grads
 
     @torch.no_grad()
@@ -299,13 +296,6 @@ class Network:
             dim, order = self._orders[parameter]
             mine = torch.empty_like(mine).index_copy_(dim, order.to(mine.device), mine)
         return mine
-
-    # ------------------------------------------------------------------ fsdp
-
-    def _open(self) -> None:
-        if self._gathering is not None and not self._is_open:
-            self._scope.enter_context(self._gathering.open())
-            self._is_open = True
 
     def _close(self) -> None:
         self._scope.close()

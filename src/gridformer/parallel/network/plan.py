@@ -145,8 +145,8 @@ class Roles:
 
     def layer_of(self, name: str) -> str:
         """Returns the name of the layer that a module is part of."""
-        above = next(one for one in self.lists if name.startswith(f"{one}." if one else ""))
-        prefix = f"{above}." if above else ""
+        prefixes = (f"{above}." if above else "" for above in self.lists)
+        prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
         return prefix + name.removeprefix(prefix).partition(".")[0]
 
     def is_layer(self, name: str) -> bool:

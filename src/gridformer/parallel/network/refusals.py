@@ -29,21 +29,8 @@ from gridformer.parallel.validation import layout_problems
 from gridformer.utils.errors import ConfigError, UserError
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-
 # What layers read whole, by the ends of its names, beside a part of tokens (s) or of features (h).
-_READ_WHOLE = {
-    "token_mask": ("s",),
-    "block_states": ("s", "h"),
-    **dict.fromkeys(("context_hidden_states", "t_cond"), ("h",)),
-}
+_READ_WHOLE = {"token_mask": ("s",), "block_states": ("s", "h")}
 
 
 def check(module: nn.Module, layout: LayoutConfig, plan: Mapping[str, str] | None = None) -> Roles:
@@ -293,11 +280,8 @@ def _of_shared(module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterato
         if not parameter.dim() and layout.dp_mode != "replicate":
             yield f"{name}: a scalar has no rows that replicas can shard: use dp_mode=replicate"
     for several in users.values():
-        if len({kind for _, kind in several}) > 1:
-            (first, one), (second, other) = (
-                several[0],
-                next(u for u in several if u[1] != several[0][1]),
-            )
+        if len(kinds := {kind: name for name, kind in reversed(several)}) > 1:
+            (other, second), *_, (one, first) = kinds.items()
             yield (
                 f"{first} and {second} are one parameter, and their roles are {one} and {other}: "
                 "give both the same, or embedding and head"
@@ -308,14 +292,10 @@ def _random_or_mixing(modules: Mapping[str, nn.Module], layout: LayoutConfig) ->
     for name, module in modules.items():
         if isinstance(module, _BATCH_NORMS) and layout.n_processes > 1:
             yield f"{name}: {type(module).__name__} mixes samples, of which a process has a part"
-        random = ("dropout", "jitter")
-        rates = {
-            k: v
-            for k, v in vars(module).items()
-            if any(word in k for word in random) and isinstance(v, float)
-        }
-        if isinstance(module, _DROPOUTS):
-            rates["p"] = float(module.p)
+        rates = {key: value for key, value in vars(module).items() if isinstance(value, float)}
+        rates = {key: rate for key, rate in rates.items() if "dropout" in key or "jitter" in key}
+        if any("Dropout" in kind.__name__ for kind in type(module).__mro__):
+            rates["p"] = float(getattr(module, "p", 0.0))
         for key, rate in rates.items():
             if rate > 0:
                 yield (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +56,8 @@ class Sharding:
         self.axes = axes
         self.boundary = boundary_of(boundary, axes)
         self.whole = Replicated(axes.col)
-        self._beside = parts.Beside(self.boundary) if self.branched else None
+        sharded: Any = self.boundary if isinstance(self.boundary, Sharded) else None
+        self._beside = parts.Beside(sharded) if sharded else None
         # Gradients of what all devices of a row compute alike are equal there; rows have other
         # samples. They are summed over the grid with those of column 0 alone.
         self.equal = ParamPlacement((), copies="grid", partial=axes.row.size > 1)
@@ -72,9 +75,9 @@ class Sharding:
         if experts and hasattr(network, "set_experts_implementation"):
             group_experts(network)
         self._replace(module, roles, boundary.activation_layout)
-        if isinstance(self.boundary, Sharded):
-            for name in roles.whole:
-                parts.compute_whole(module.get_submodule(name), self.boundary, self._beside)
+        for name in roles.whole if sharded else ():
+            beside = self._beside if self.branched else None
+            parts.compute_whole(module.get_submodule(name), sharded, beside)
         for name, role in roles.parameters.items():
             parent, _, leaf = name.rpartition(".")
             owner = module.get_submodule(parent)
@@ -99,13 +102,16 @@ class Sharding:
                 setattr(owner, attribute, getattr(owner, attribute) // self.axes.col.size)
         lists = [module.get_submodule(name) for name in roles.lists]
         self.layers = [layer for several in lists for layer in several.children()]
-        if isinstance(self.boundary, Sharded) and not self.branched:
-            for several in lists:
-                here = dict(several.named_children())
-                if "0" in here and ends[0]:
-                    parts.cut_at_first(here["0"], self.boundary)
-                if (last := str((n_layers or len(here)) - 1)) in here and ends[1]:
-                    parts.join_at_last(here[last], self.boundary)
+        for several in lists if sharded else ():
+            here = dict(several.named_children())
+            for layer in here.values() if boundary.activation_layout == "h" else ():
+                parts.change_input(layer, lambda x: x, self._beside)
+            if "0" in here and ends[0] and not self.branched:
+                parts.change_input(here["0"], partial(parts.cut, boundary=sharded))
+            if "0" in here:
+                parts.note_outside(here["0"])
+            if (last := str((n_layers or len(here)) - 1)) in here and ends[1] and not self.branched:
+                parts.change_output(here[last], partial(parts.join, boundary=sharded))
         names = dict(module.named_parameters())
         self.orders = {n: self._orders[p] for n, p in names.items() if p in self._orders}
         self._dropped = [n for n, p in names.items() if p in self._equal and axes.col.index]
@@ -118,11 +124,12 @@ class Sharding:
 
     def _replace(self, module: nn.Module, roles: Roles, between: str) -> None:
         modules = dict(module.named_modules(remove_duplicate=False))
-        enterings: dict[tuple[str, bool], parts.Entering] = {}
+        sections: dict[tuple[Any, ...], parts.Openings] = {}
         made: dict[nn.Module, nn.Module] = {}
         holders: dict[str, Replicated] = {}
-        for name, role in roles.modules.items():
-            plain, whole_here = modules[name], roles.in_whole(name)
+        last: tuple[str, summa.GatheredWeight] | None = None
+        for name in (name for name in modules if name in roles.modules):  # in the network's order
+            role, plain, whole_here = roles.modules[name], modules[name], roles.in_whole(name)
             inside = roles.in_layers(name) and not whole_here
             holder = holder_of(name, modules)
             opens = role.kind in ("opening", "head")
@@ -135,45 +142,25 @@ class Sharding:
                 parts.shard_experts(plain, matrices, self._place, self.axes)
                 made[plain] = plain
             if plain not in made:
-                entering = None
-                if opens and holder not in holders:
-                    key = holder, inside
-                    boundary = self.boundary if inside else self.whole
-                    entering = enterings.setdefault(key, parts.Entering(boundary))
-                    entering.n_readers += 1
-                made[plain] = self._parallel(plain, role, inside, whole_here, entering)
+                key: tuple[Any, ...] = (holder, inside)
+                if self.axes.row.size > 1:  # they become one product
+                    alone = role.kind == "head" or holder in roles.latent
+                    key += name if alone else "", getattr(plain, "bias", None) is None
+                boundary = self.boundary if inside else self.whole
+                section = parts.Openings(None if holder in holders else boundary, self.axes)
+                section = sections.setdefault(key, section)
+                made[plain] = self._parallel(plain, role, inside, whole_here, section)
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, made[plain])
+            weight = vars(made[plain]).get("gathered_weight")
+            if weight is not None and roles.in_layers(name):
+                if last is not None:
+                    last[1].after, weight.before = weight, last[1]
+                    last[1].ends_block = last[0] != roles.layer_of(name)
+                last = roles.layer_of(name), weight
         for name, boundary in holders.items():
             beside = self._beside if boundary is self.boundary else None
-            parts.enter_inside(modules[name], boundary, beside)
-        if self.axes.row.size > 1:
-            self._gather_ahead(modules, roles, made)
-
-    def _gather_ahead(
-        self, modules: dict[str, nn.Module], roles: Roles, made: dict[nn.Module, nn.Module]
-    ) -> None:
-        """Joins the opening products of each module, and links weights, in the network's order."""
-        sections: dict[str, list[parts.Opening]] = {}
-        products = [(n, made[modules[n]]) for n in modules if n in roles.modules]
-        for name, product in products:
-            if isinstance(product, parts.Opening):
-                apart = name if roles.modules[name].kind == "head" else ""
-                apart = name if holder_of(name, modules) in roles.latent else apart
-                key = f"{holder_of(name, modules)} {apart} {product.bias is None}"
-                sections.setdefault(key, []).append(product)
-        for members in sections.values():
-            parts.JoinedOpenings([*dict.fromkeys(members)], self.axes)
-        last: tuple[str, summa.GatheredWeight] | None = None
-        for name, product in products:
-            weight = vars(product).get("gathered_weight")
-            if weight is None or not roles.in_layers(name):
-                continue
-            layer = roles.layer_of(name)
-            if last is not None:
-                last[1].after, weight.before = weight, last[1]
-                last[1].ends_block = last[0] != layer
-            last = layer, weight
+            parts.change_input(modules[name], partial(parts.enter, boundary=boundary), beside)
 
     def _parallel(
         self,
@@ -181,14 +168,14 @@ class Sharding:
         role: PlanRole,
         inside: bool,
         whole_here: bool,
-        entering: parts.Entering | None,
+        section: parts.Openings,
     ) -> nn.Module:
         if self.branched and not inside and not whole_here:
             return self._local(plain, self.equal)
         if role.kind == "norm" and role.split:
             return self._local(plain, VECTOR, self.axes.col)
         if role.kind in ("opening", "head"):
-            return parts.Opening(plain, role, entering, self._place, self.axes)
+            return parts.Opening(plain, role, section, self._place, self.axes)
         sharded = inside and isinstance(self.boundary, Sharded)
         by_width = sharded and self.boundary.dim == -1  # type: ignore[attr-defined]
         summed = sharded and not self.branched
