@@ -23,7 +23,7 @@ from gridformer.parallel.network.modules import Beside
 from gridformer.parallel.network.plan import PlanRole, default_plan, is_table, roles_of
 from gridformer.parallel.network.refusals import check
 from gridformer.parallel.tensor.summa import Sharded
-from gridformer.prove import compare
+from gridformer.prove import check_with_inputs, compare
 from gridformer.utils.errors import ConfigError
 from tests.support.marks import full_unless
 from tests.support.multirank.pool import WorkerPool
@@ -283,6 +283,22 @@ def test_another_activation_that_layers_make_of_all_tokens_ends_the_step() -> No
     assert beside(part, part, torch.neg) is part
     with pytest.raises(ValueError, match=r"\[2, 12, 8\] of all tokens, which layers make, is"):
         beside({"more": torch.ones(2, 12, 8, requires_grad=True)}, part, torch.neg)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "said"),
+    [
+        ("tokens", (4, 7), "divides tokens between sections, and 7 do not divide by 2"),
+        ("branches", (3, 8), "divides samples between sections, and 3 do not divide by 2"),
+        ("zero1", (3, 8), "divides samples"),
+    ],
+)
+def test_inputs_that_do_not_divide_are_refused_before_a_process_starts(
+    layout: str, shape: tuple[int, int], said: str
+) -> None:
+    (module, _, plan), inputs = decoder(), (torch.zeros(shape).long(),)
+    with pytest.raises(ConfigError, match=said):
+        check_with_inputs(module, inputs, LayoutConfig(**LAYOUTS[layout]), plan)
 
 
 def differs(which: str) -> Any:

@@ -244,12 +244,9 @@ class Network:
         Call it on every process; each gets all of it, which is what the unchanged module loads.
         """
         self._close()
-        whole: dict[nn.Parameter, Tensor] = {}
+        held = {parameter: stored(parameter) for parameter in self.module.parameters()}
+        whole = {p: self._whole(p, mine.data, mine is not p) for p, mine in held.items()}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        for parameter in parameters.values():
-            if parameter not in whole:
-                held = stored(parameter)
-                whole[parameter] = self._whole(parameter, held.data, held is not parameter)
         state = self.module.state_dict()
         return {
             name: whole[parameters[name]] if name in parameters else value.clone()
