@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gridformer.config import (
-    LayoutConfig,
-    ModelConfig,
-    RunConfig,
-    parse_run,
-    shipped_model,
-)
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run, shipped_model
 from gridformer.config.data import whole_weights
 from gridformer.data import resolve
 from gridformer.parallel.registry import describe_layout

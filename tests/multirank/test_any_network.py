@@ -504,18 +504,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]
         {"*.up": "opening", "*.down": "closing"},
         r"0\.up: activations are sharded between sections, and 0 also computes what is between",
     ),
-    "pipelines": (
-        decoder_,
-        {"pp": 2},
-        own_model.PLAN,
-        r"layout\.pp=2 is not for",
-    ),
-    "keys": (
-        decoder_,
-        {**ONE, "rows": 2},
-        own_model.PLAN,
-        r"uses layout\.cols and cannot",
-    ),
+    "pipelines": (decoder_, {"pp": 2}, own_model.PLAN, r"layout\.pp=2 is not for"),
+    "keys": (decoder_, {**ONE, "rows": 2}, own_model.PLAN, r"uses layout\.cols and cannot"),
 }
 
 

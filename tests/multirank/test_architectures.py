@@ -48,10 +48,7 @@ ALWAYS = {
     ("gemma3n_text", "pp=2"): "embed_tokens_per_layer looks up tokens, and layers get embeddings",
     ("deepseek_v4", "pp=2"): "layers read input_ids, and get embeddings alone",
     ("qwen4_exp_text", "Optimus 2x2"): "sharded between sections, and it reads columns of what is",
-    (
-        "higgs_audio_v2",
-        "2-D Megatron 2x2",
-    ): "reads audio_token_mask, which is whole",
+    ("higgs_audio_v2", "2-D Megatron 2x2"): "reads audio_token_mask, which is whole",
     ("llama4_vision_model", "2-D Megatron 2x2"): "tokens between sections, and 17 do not divide by",
 }
 PAIRS = [*product(NAMES, coverage.LAYOUTS)]

@@ -144,11 +144,7 @@ HERE = __name__
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no chain": (OWN, {"pp": 2}, "layout.pp=2: transformers has no plan for Decoder: use pp=1"),
     "heads": (OWN, {"scheme": "megatron", "cols": 8}, "must be a number that layout.cols=8 div"),
-    "no plan": (
-        {"factory": f"{HERE}:unplanned", "n_heads": 4},
-        {},
-        "Scaled carries no plan",
-    ),
+    "no plan": ({"factory": f"{HERE}:unplanned", "n_heads": 4}, {}, "Scaled carries no plan"),
     "heads untold": (f"{HERE}:unplanned", {}, "does not tell n_heads: set it"),
     "role": ({**OWN, "plan": {"*": "opned"}, "n_heads": 4}, {}, "did you mean 'opening'"),
     "size": ({**OWN, "hidden_size": 32}, {}, "examples.own_model:network has hidden_size=64"),

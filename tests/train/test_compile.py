@@ -148,8 +148,7 @@ def test_documents_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "family",
-    full_unless("gpt2".__eq__, ["gpt2", "bert", "llama", "transformer", "t5"]),
+    "family", full_unless("gpt2".__eq__, ["gpt2", "bert", "llama", "transformer", "t5"])
 )
 def test_dropout_is_in_the_graph_and_keeps_its_masks(family: str) -> None:
     """Compiled steps are bit-equal, but for norms of Llama and T5, which are rounded otherwise."""

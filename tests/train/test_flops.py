@@ -97,11 +97,7 @@ def counted(run: RunConfig) -> int:
 
 @pytest.mark.parametrize(
     ("model", "recompute"),
-    full_unless(
-        QUICK.__contains__,
-        [(model, how) for model in MODELS for how in HOW],
-        unpack=True,
-    ),
+    full_unless(QUICK.__contains__, [(model, how) for model in MODELS for how in HOW], unpack=True),
 )
 def test_a_step_takes_the_operations_of_its_formula(model: str, recompute: str) -> None:
     """The source is longer than the target, and heads are wider than h / n."""

@@ -16,15 +16,7 @@ from gridformer.data.prepare.reading import TextSource
 from gridformer.data.prepare.records import NO_PAIR
 from gridformer.data.prepare.writer import PrepareProgress
 from gridformer.utils.errors import DataError, UserError
-from tests.support.data import (
-    Stop,
-    documents,
-    list_source,
-    listed,
-    pairs_source,
-    sentences,
-    texts,
-)
+from tests.support.data import Stop, documents, list_source, listed, pairs_source, sentences, texts
 
 TOKENIZER = Tokenizer.train(sentences(200), 300)
 

@@ -11,14 +11,7 @@ from torch import Tensor
 from gridformer import exactness
 from gridformer.config import LayoutConfig, ModelConfig, Task, TrainConfig
 from gridformer.config.train import DType
-from gridformer.exactness import (
-    EQUAL,
-    TINY,
-    Tensors,
-    differences,
-    trained,
-    without_methods,
-)
+from gridformer.exactness import EQUAL, TINY, Tensors, differences, trained, without_methods
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.parallel import build_parallel
