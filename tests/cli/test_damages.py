@@ -141,10 +141,8 @@ OF_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a zeroed page": (header_is(bytes(4096)), "is truncated, damaged or no"),
     "no header": (header_is(b"\x02" + bytes(7) + b"{}"), "is truncated, damaged or no"),
     "a removed file": (lambda out: shard(out).unlink(), "shard-00001.safetensors is missing"),
-    "a foreign file": (
-        lambda out: shutil.copy(shard(out), newest(out) / "shard-00009.safetensors"),
-        "does not belong to this checkpoint",
-    ),
+    "a foreign file": (lambda out: shutil.copy(shard(out), newest(out) / "shard-00009.safetensors"),
+        "does not belong to this checkpoint"),
     "a link outside": (linked, "is a symbolic link"),
     "swapped files": (swapped, "its checksum is wrong"),
     "a removed manifest": (lambda out: (newest(out) / MANIFEST).unlink(), "is missing"),
@@ -152,32 +150,24 @@ OF_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe as manifest": (lambda out: piped(newest(out) / MANIFEST), "it is a pipe, not a file"),
     "a pipe": (lambda out: piped(shard(out)), "shard-00001.safetensors is missing"),
     "a key twice": (manifest_is(b'{"step": 4, "step": 5}'), "the key 'step' occurs twice"),
-    "a truncated manifest": (
-        lambda out: os.truncate(newest(out) / MANIFEST, 200),
-        "is damaged or not a gridformer checkpoint's",
-    ),
-    "a flipped bit in the manifest": (
-        lambda out: flip(newest(out) / MANIFEST, 100),
-        "is damaged or was edited (its checksum is wrong)",
-    ),
+    "a truncated manifest": (lambda out: os.truncate(newest(out) / MANIFEST, 200),
+        "is damaged or not a gridformer checkpoint's"),
+    "a flipped bit in the manifest": (lambda out: flip(newest(out) / MANIFEST, 100),
+        "is damaged or was edited (its checksum is wrong)"),
     "an empty manifest": (manifest_is(b""), "is damaged"),
     "a list": (manifest_is(b"[]"), "is damaged"),
     "binary": (manifest_is(b"\xff\x00\xfe" * 9), "is damaged"),
     "nested": (manifest_is(b"[" * 100_000), "nested too deep"),
     "an edited step": (edit(set_to(999, "step"), checked=True), "its checksum is wrong"),
-    "step 999 of an older version": (
-        edit(set_to(999, "step")),
-        "holds step 999, which its name does not say: rename it to step-00000999",
-    ),
+    "step 999 of an older version": (edit(set_to(999, "step")),
+        "holds step 999, which its name does not say: rename it to step-00000999"),
     "a negative step": (edit(set_to(-1, "step")), "step: Input should be greater than or equal"),
     "a text as tokens": (edit(set_to("many", "tokens")), "tokens: Input should be a valid integer"),
     "more skipped than done": (edit(set_to(5, "skipped")), "skipped is 5, and step only 4"),
     "an infinite scale": (edit(set_to(float("inf"), "loss_scale")), "loss_scale: Input should be"),
     "a later start of data": (edit(set_to(9, "data_start")), "data_start is 9"),
-    "another model": (
-        edit(set_to(2, "model", "n_layers")),
-        "model and run.model are different models",
-    ),
+    "another model": (edit(set_to(2, "model", "n_layers")),
+        "model and run.model are different models"),
     "positions that no file holds": (
         edit(lambda all: [one.update(max_seq_len=2**31 - 1) for one in models(all)]),
         "parameters or more, and files only",
@@ -185,23 +175,15 @@ OF_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a broken run": (edit(set_to(-4, "run", "train", "lr")), "train.lr: Input should be"),
     "a run without data": (edit(lambda all: all["run"].pop("data")), "data: Field required"),
     "an unknown key": (edit(set_to(1, "run", "train", "stepz")), "train.stepz: Extra inputs"),
-    "a file outside": (
-        edit(set_to({"bytes": 1, "crc32": 1}, "files", "../../mine.yaml")),
-        "is not the plain name of a file",
-    ),
-    "NUL": (
-        edit(set_to({"bytes": 1, "crc32": 1}, "files", "a\0b")),
-        "is not the plain name of a file",
-    ),
+    "a file outside": (edit(set_to({"bytes": 1, "crc32": 1}, "files", "../../mine.yaml")),
+        "is not the plain name of a file"),
+    "NUL": (edit(set_to({"bytes": 1, "crc32": 1}, "files", "a\0b")),
+        "is not the plain name of a file"),
     "no files": (edit(set_to({}, "files")), "files: there are none"),
-    "another file in the index": (
-        edit(set_to([], "index", "files", "shard-00007.safetensors")),
-        "files and index do not name the same files, see shard-00007",
-    ),
-    "a list that is not there": (
-        edit(lambda all: positions(all)[0].__setitem__(0, 99)),
-        "index: shard-00001.safetensors has list 99",
-    ),
+    "another file in the index": (edit(set_to([], "index", "files", "shard-00007.safetensors")),
+        "files and index do not name the same files, see shard-00007"),
+    "a list that is not there": (edit(lambda all: positions(all)[0].__setitem__(0, 99)),
+        "index: shard-00001.safetensors has list 99"),
     "a negative offset": (
         edit(lambda all: positions(all)[0].__setitem__(1, [-1] * len(positions(all)[0][2]))),
         "has a block at (-1",
@@ -210,15 +192,11 @@ OF_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         edit(lambda all: positions(all)[0].__setitem__(1, [7] * len(positions(all)[0][2]))),
         "has other blocks than checkpoint.json says",
     ),
-    "a renamed folder": (
-        lambda out: newest(out).rename(out / "checkpoints" / "step-00000009"),
-        "rename it to step-00000004",
-    ),
-    "an empty folder": (
-        lambda out: (out / "checkpoints" / "step-00000009").mkdir(),
-        "checkpoint.json is missing",
-    ),
-}
+    "a renamed folder": (lambda out: newest(out).rename(out / "checkpoints" / "step-00000009"),
+        "rename it to step-00000004"),
+    "an empty folder": (lambda out: (out / "checkpoints" / "step-00000009").mkdir(),
+        "checkpoint.json is missing"),
+}  # fmt: skip
 # What a run that resumes mends or does not need, so that only `verify` tells it.
 OF_THE_REST: dict[str, tuple[Callable[[Path], object], str]] = {
     "the older checkpoint": (lambda out: flip(shard(out, BEFORE), -9), "its checksum is wrong"),
@@ -242,20 +220,14 @@ OF_THE_REST: dict[str, tuple[Callable[[Path], object], str]] = {
     "garbage": (metrics(lambda lines: lines.insert(2, "}")), "line 3 cannot be read"),
     "a gap": (metrics(lambda lines: lines.pop(2)), "after step 1 comes step 3"),
     "too few metrics": (metrics(lambda lines: lines.pop()), "it ends at step 3"),
-    "metrics of any size": (
-        lambda out: os.truncate(out / "metrics.jsonl", 1 << 36),
-        "metrics.jsonl: cannot be read (it has more than 8 GiB",
-    ),
-    "a pipe as lock": (
-        lambda out: os.mkfifo(out / "lock"),
-        "lock is no file, so no run can use it",
-    ),
+    "metrics of any size": (lambda out: os.truncate(out / "metrics.jsonl", 1 << 36),
+        "metrics.jsonl: cannot be read (it has more than 8 GiB"),
+    "a pipe as lock": (lambda out: os.mkfifo(out / "lock"),
+        "lock is no file, so no run can use it"),
     "no tokenizer": (lambda out: (out / "tokenizer.json").unlink(), "tokenizer.json is missing"),
-    "a broken tokenizer": (
-        lambda out: (out / "tokenizer.json").write_text("{}"),
-        "is not a tokenizer.json",
-    ),
-}
+    "a broken tokenizer": (lambda out: (out / "tokenizer.json").write_text("{}"),
+        "is not a tokenizer.json"),
+}  # fmt: skip
 IN_SHORT = (
     "a flipped bit",
     "a length of 2^62",

@@ -41,44 +41,30 @@ def test_long_sources_get_more_sentinels(text_folder: TokenFolder) -> None:
 
 
 PROBLEMS: list[tuple[str, str, dict[str, Any], list[str]]] = [
-    (
-        *("text", "bert", {"model__vocab_size": 300}),
-        ["300 words of .* and the 4 special ones of data.task=masked: use model.vocab_size=304"],
-    ),
+    ("text", "bert", {"model__vocab_size": 300},
+        ["300 words of .* and the 4 special ones of data.task=masked: use model.vocab_size=304"]),
     ("text", "gpt2", {"model__vocab_size": 299}, ["the 300 words of [^ ]*: use"]),
     ("text", "transformer", {}, [r"`gridformer prepare gettext:de --out FOLDER`[^\n]*keys$"]),
     ("text", "t5", {"data__task": "pairs"}, ["or use data.task=spans"]),
     ("pairs", "t5", {}, ["small to LARGE.* needs running text: use data.task=pairs$"]),
     ("pairs", "gpt2", {}, ["use a model of family t5 or transformer"]),
-    (
-        *("text", "gpt2", {"model__n_labels": 2}),
-        ["has no labels; write them with `gridformer prepare SOURCE --label-key KEY`"],
-    ),
-    (
-        *("labeled", "bert", {"model__n_labels": 2}),
-        ["less than the 10 labels.*use model.n_labels=10", "use model.sentence_pair=false"],
-    ),
+    ("text", "gpt2", {"model__n_labels": 2},
+        ["has no labels; write them with `gridformer prepare SOURCE --label-key KEY`"]),
+    ("labeled", "bert", {"model__n_labels": 2},
+        ["less than the 10 labels.*use model.n_labels=10", "use model.sentence_pair=false"]),
     ("text", "bert", {"data__seq_len": 4}, ["data.seq_len=4 .* use 5 or more"]),
     ("text", "bert", {"data__seq_len": 3, "model__sentence_pair": False}, ["use 4 or more"]),
     ("text", "t5", {"data__source_len": 2}, ["data.source_len=2 .* use 3 or more"]),
     ("text", "t5", {"data__seq_len": 6}, ["data.seq_len=6 .* use 8 or more, or 0"]),
-    (
-        *("pairs", "transformer", {"data__seq_len": 1, "data__source_len": 1}),
-        ["data.source_len=1 does not hold", "data.seq_len=1 does not hold"],
-    ),
-    (
-        *("pairs", "transformer", {"data__seq_len": 3}),
-        [r"train.bin: none of its", r"val.bin: none of its"],
-    ),
-    (
-        *("text", "gpt2", {"model__max_seq_len": 10**6, "model__vocab_size": 5}),
-        ["model.vocab_size=5"],
-    ),
-    (
-        *("text", "gpt2", {"model__max_seq_len": 10**6}),
-        [r"train.bin: .*hold no sample of data.seq_len=1000000", r"val.bin: .* hold no sample"],
-    ),
-]
+    ("pairs", "transformer", {"data__seq_len": 1, "data__source_len": 1},
+        ["data.source_len=1 does not hold", "data.seq_len=1 does not hold"]),
+    ("pairs", "transformer", {"data__seq_len": 3},
+        [r"train.bin: none of its", r"val.bin: none of its"]),
+    ("text", "gpt2", {"model__max_seq_len": 10**6, "model__vocab_size": 5},
+        ["model.vocab_size=5"]),
+    ("text", "gpt2", {"model__max_seq_len": 10**6},
+        [r"train.bin: .*hold no sample of data.seq_len=1000000", r"val.bin: .* hold no sample"]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "family", "values", "said"), PROBLEMS)

@@ -430,83 +430,41 @@ class Inline(nn.Module):
 
 ONE: dict[str, Any] = {"scheme": "megatron", "cols": 2}
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str] | None, str]] = {
-    "no role": (
-        decoder_ := lambda: own_model.Decoder(2, 64, 4),
-        ONE,
-        without("layers.*.mlp.2"),
-        r"layers\.0\.mlp\.2\.weight and 3 more: nothing places it\. Give 'layers\.\*\.mlp\.2' a",
-    ),
-    "a cell that no role can have": (
-        lambda: changed(_in_layer("memory", nn.LSTM(24, 24))),
-        ONE,
-        own_model.PLAN,
-        r"layers\.1\.memory\.weight_ih_l0",
-    ),
+    "no role": (decoder_ := lambda: own_model.Decoder(2, 64, 4), ONE, without("layers.*.mlp.2"),
+        r"layers\.0\.mlp\.2\.weight and 3 more: nothing places it\. Give 'layers\.\*\.mlp\.2' a"),
+    "a cell that no role can have": (lambda: changed(_in_layer("memory", nn.LSTM(24, 24))), ONE,
+        own_model.PLAN, r"layers\.1\.memory\.weight_ih_l0"),
     "no plan": (decoder_, ONE, None, r"Decoder carries no plan for tensor parallelism"),
-    "nothing matches": (
-        decoder_,
-        ONE,
-        {**own_model.PLAN, "layers.*.mpl.0": "opening"},
-        r"'layers\.\*\.mpl\.0' in the plan matches nothing",
-    ),
+    "nothing matches": (decoder_, ONE, {**own_model.PLAN, "layers.*.mpl.0": "opening"},
+        r"'layers\.\*\.mpl\.0' in the plan matches nothing"),
     "no such role": (decoder_, ONE, {"words": "embeding"}, r"no role 'embeding'.*embedding"),
-    "heads": (
-        lambda: own_model.Decoder(2, 24, 3),
-        ONE,
-        own_model.PLAN,
-        r"layers\.0\.attention\.n_heads=3: heads of .* that layout\.cols=2 divides",
-    ),
-    "widths": (
-        decoder_,
-        {"scheme": "optimus", "rows": 3, "cols": 1},
-        own_model.PLAN,
-        r"layers\.0\.mlp\.0: 64 inputs do not divide by layout\.rows=3",
-    ),
-    "dropout": (
-        lambda: changed(_in_layer("drop", nn.Dropout(0.1))),
-        ONE,
-        own_model.PLAN,
-        r"layers\.1\.drop\.p=0\.1: torch draws other random numbers",
-    ),
-    "batch norm": (
-        lambda: changed(lambda module: setattr(module, "bn", nn.BatchNorm1d(24))),
-        {"dp": 2},
-        {**own_model.PLAN, "bn": "replicated"},
-        r"bn: BatchNorm1d mixes samples",
-    ),
+    "heads": (lambda: own_model.Decoder(2, 24, 3), ONE, own_model.PLAN,
+        r"layers\.0\.attention\.n_heads=3: heads of .* that layout\.cols=2 divides"),
+    "widths": (decoder_, {"scheme": "optimus", "rows": 3, "cols": 1}, own_model.PLAN,
+        r"layers\.0\.mlp\.0: 64 inputs do not divide by layout\.rows=3"),
+    "dropout": (lambda: changed(_in_layer("drop", nn.Dropout(0.1))), ONE, own_model.PLAN,
+        r"layers\.1\.drop\.p=0\.1: torch draws other random numbers"),
+    "batch norm": (lambda: changed(lambda module: setattr(module, "bn", nn.BatchNorm1d(24))),
+        {"dp": 2}, {**own_model.PLAN, "bn": "replicated"}, r"bn: BatchNorm1d mixes samples"),
     "another class": (
         lambda: changed(lambda module: setattr(module, "head", nn.Bilinear(24, 24, 4))),
         ONE,
         own_model.PLAN,
         r"head: head needs a plain torch\.nn\.Linear",
     ),
-    "another norm without weights": (
-        lambda: changed(_in_layer("bare", BareNorm())),
-        LAYOUTS["optimus"],
-        own_model.PLAN,
-        r"layers\.1\.bare: BareNorm is neither a LayerNorm nor an RMSNorm of .*use megatron_2d",
-    ),
-    "a product that is a parameter": (
-        decoder_,
-        ONE,
-        {**own_model.PLAN, "words.weight": "opening"},
-        r"words\.weight is a parameter, and opening is for modules",
-    ),
-    "one parameter, two roles": (
-        decoder_,
-        ONE,
-        {**own_model.PLAN, "words": "replicated"},
-        r"words\.weight and head\.weight are one parameter, and their roles are replicated and",
-    ),
-    "inline": (
-        lambda: nn.Sequential(Inline(), Inline()),
-        {**ONE, "sequence_parallel": True},
+    "another norm without weights": (lambda: changed(_in_layer("bare", BareNorm())),
+        LAYOUTS["optimus"], own_model.PLAN,
+        r"layers\.1\.bare: BareNorm is neither a LayerNorm nor an RMSNorm of .*use megatron_2d"),
+    "a product that is a parameter": (decoder_, ONE, {**own_model.PLAN, "words.weight": "opening"},
+        r"words\.weight is a parameter, and opening is for modules"),
+    "one parameter, two roles": (decoder_, ONE, {**own_model.PLAN, "words": "replicated"},
+        r"words\.weight and head\.weight are one parameter, and their roles are replicated and"),
+    "inline": (lambda: nn.Sequential(Inline(), Inline()), {**ONE, "sequence_parallel": True},
         {"*.up": "opening", "*.down": "closing"},
-        r"0\.up: activations are sharded between sections, and 0 also computes what is between",
-    ),
+        r"0\.up: activations are sharded between sections, and 0 also computes what is between"),
     "pipelines": (decoder_, {"pp": 2}, own_model.PLAN, r"layout\.pp=2 is not for"),
     "keys": (decoder_, {**ONE, "rows": 2}, own_model.PLAN, r"uses layout\.cols and cannot"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -87,26 +87,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
             "no counterpart of these tensors: transformer.h.0.attn.sink",
         ],
     ),
-    "a shape that contradicts the config": (
-        of_config(vocab_size=212),
-        ["transformer.wte.weight has the shape [211, 48], but by config.json it is [212, 48]"],
-    ),
-    "an index that leads outside": (
-        lambda folder: changed(folder, outside, INDEX),
-        ["names a file outside its folder"],
-    ),
+    "a shape that contradicts the config": (of_config(vocab_size=212),
+        ["transformer.wte.weight has the shape [211, 48], but by config.json it is [212, 48]"]),
+    "an index that leads outside": (lambda folder: changed(folder, outside, INDEX),
+        ["names a file outside its folder"]),
     "quantized tensors": (to_int8, ["{first} has the type I8"]),
-    "another kind": (
-        of_config(model_type="mamba"),
-        ["model_type=mamba is not supported: gridformer has gpt2"],
-    ),
+    "another kind": (of_config(model_type="mamba"),
+        ["model_type=mamba is not supported: gridformer has gpt2"]),
     "no model": (of_config(n_head=5), ["hidden_size=48 is not a multiple of n_heads=5"]),
     "half a layer": (of_config(n_layer=1.5), ["n_layers: "]),
-    "several keys": (
-        of_config(activation_function="relu", n_embd=None),
-        ["activation_function=relu: gridformer has only gelu_new", "n_embd is missing"],
-    ),
-}
+    "several keys": (of_config(activation_function="relu", n_embd=None),
+        ["activation_function=relu: gridformer has only gelu_new", "n_embd is missing"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

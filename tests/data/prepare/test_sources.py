@@ -163,31 +163,20 @@ REFUSED: list[Any] = [
     ({}, ["python-stdib"], {}, "python-stdib: no such .*: did you mean 'python-stdlib'"),
     ({"notes/a": ""}, ["notess"], {}, "^notess: no such file or folder: did you mean 'notes'"),
     ({"notes/a": ""}, ["nots/"], {}, "^nots/: no such file or folder: did you mean 'notes'"),
-    (
-        {"t.txt.gz": gzip.compress(b"squeezed" * 1000)[:-9]},
-        *(["."], {}, r"t\.txt\.gz: cannot be read"),
-    ),
+    ({"t.txt.gz": gzip.compress(b"squeezed" * 1000)[:-9]},
+        ["."], {}, r"t\.txt\.gz: cannot be read"),
     *(
         ({"r.jsonl": '{"text": "fine"}\n' + line}, ["r.jsonl"], {}, said)
         for line, said in BAD_LINES.items()
     ),
-    (
-        *({"a.jsonl": NESTED}, ["a.jsonl"]),
-        {"pair_keys": ("translation.en", "translation.fr")},
-        r"has no 'translation.fr'; name the two .* --pair-keys",
-    ),
-    (
-        *({"a.jsonl": LABELED}, ["a.jsonl"], {"label_key": "star"}),
-        r"has no 'star'; name the label with --label-key.* stars",
-    ),
-    (
-        *({"a.jsonl": LABELED}, ["a.jsonl"], {"pair_keys": ("text", "stars")}),
-        "'stars' holds int, not text.*--pair-keys",
-    ),
-    (
-        *({"a.jsonl": lines({"text": "a", "x": 0.5})}, ["a.jsonl"], {"label_key": "x"}),
-        "'x' holds float; a label is .*--label-key",
-    ),
+    ({"a.jsonl": NESTED}, ["a.jsonl"], {"pair_keys": ("translation.en", "translation.fr")},
+        r"has no 'translation.fr'; name the two .* --pair-keys"),
+    ({"a.jsonl": LABELED}, ["a.jsonl"], {"label_key": "star"},
+        r"has no 'star'; name the label with --label-key.* stars"),
+    ({"a.jsonl": LABELED}, ["a.jsonl"], {"pair_keys": ("text", "stars")},
+        "'stars' holds int, not text.*--pair-keys"),
+    ({"a.jsonl": lines({"text": "a", "x": 0.5})}, ["a.jsonl"], {"label_key": "x"},
+        "'x' holds float; a label is .*--label-key"),
     ({"a.txt": "x"}, ["a.txt"], {"label_key": "x"}, "labels are read .*--labels-from-folders"),
     ({"a.txt": "x"}, ["a.txt"], EN_DE, r"pairs are read from the records of \.jsonl"),
     (TWO, ["a.en", "a.de"], PARALLEL_FILES, r"a\.en: ends after 2 lines, but a\.de has more"),
@@ -200,11 +189,9 @@ REFUSED: list[Any] = [
     (TREE, ["sub"], {"labels_from_folders": True}, "no folders whose names are labels"),
     (TREE, ["b.txt"], {"labels_from_folders": True}, "--labels-from-folders has no effect there"),
     (DUTCH, ["gettext:nl:nl.po", "a.jsonl"], {}, r"holds pairs, a\.jsonl holds text: prepare them"),
-    (
-        *(DUTCH, ["gettext:nl:nl.po", "a.jsonl"], EN_DE),
-        r"translates en to nl, a\.jsonl en to de: prepare them",
-    ),
-]
+    (DUTCH, ["gettext:nl:nl.po", "a.jsonl"], EN_DE,
+        r"translates en to nl, a\.jsonl en to de: prepare them"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("files", "specs", "options", "said"), REFUSED)
