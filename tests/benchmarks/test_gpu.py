@@ -16,13 +16,8 @@ from gridformer.config import ModelConfig, shipped_model
 
 def settings(**changes: Any) -> gpu_step.Settings:
     values: dict[str, Any] = {
-        "config": gpu.TINY,
-        "batches": (2,),
-        "s": 8,
-        "steps": 1,
-        "rounds": 2,
-        "modes": ("eager",),
-    }
+        "config": gpu.TINY, "batches": (2,), "s": 8, "steps": 1, "rounds": 2, "modes": ("eager",),
+    }  # fmt: skip
     return gpu_step.Settings(**{**values, **changes})
 
 

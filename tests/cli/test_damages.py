@@ -229,15 +229,9 @@ OF_THE_REST: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not a tokenizer.json"),
 }  # fmt: skip
 IN_SHORT = (
-    "a flipped bit",
-    "a length of 2^62",
-    "a zeroed page",
-    "a pipe as lock",
-    "step 999 of an older version",
-    "a link outside",
-    "a gap",
-    "positions that no file holds",
-)
+    "a flipped bit", "a length of 2^62", "a zeroed page", "a pipe as lock",
+    "step 999 of an older version", "a link outside", "a gap", "positions that no file holds",
+)  # fmt: skip
 
 
 def test_an_intact_run_is_well(out: Path) -> None:

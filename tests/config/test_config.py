@@ -57,17 +57,13 @@ def test_overrides_leave_the_rest_alone() -> None:
     [
         ({}, "single device"),
         ({"scheme": "subgraph", "branches": 2, "dp_mode": "zero1"}, "subgraph, 2 branches (zero1)"),
-        (
-            {"scheme": "megatron", "cols": 4, "sequence_parallel": True, "dp": 2},
-            "megatron 1x4, sequence parallel, dp=2",
-        ),
+        ({"scheme": "megatron", "cols": 4, "sequence_parallel": True, "dp": 2},
+            "megatron 1x4, sequence parallel, dp=2"),
         ({"scheme": "optimus", "rows": 2, "cols": 3}, "optimus 2x3"),
-        (
-            {"scheme": "megatron", "cols": 2, "pp": 4, "stages_per_rank": 3},
-            "megatron 1x2, pp=4 x 3 stages, interleaved",
-        ),
+        ({"scheme": "megatron", "cols": 2, "pp": 4, "stages_per_rank": 3},
+            "megatron 1x2, pp=4 x 3 stages, interleaved"),
     ],
-)
+)  # fmt: skip
 def test_description_of_a_layout(changes: dict[str, Any], text: str) -> None:
     assert describe_layout(LayoutConfig(**changes)) == text
 

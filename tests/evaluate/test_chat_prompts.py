@@ -36,13 +36,9 @@ from tests.support.checkpoints import save_model
 
 CPU = torch.device("cpu")
 MODEL = {
-    "family": "llama",
-    "n_layers": 1,
-    "hidden_size": 16,
-    "n_heads": 2,
-    "max_seq_len": 32,
+    "family": "llama", "n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 32,
     "init_std": 0.5,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

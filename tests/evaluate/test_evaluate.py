@@ -30,13 +30,9 @@ from tests.support.marks import extra
 LENGTH = 24
 CPU = torch.device("cpu")
 MODEL: dict[str, Any] = {
-    "n_layers": 1,
-    "hidden_size": 16,
-    "n_heads": 2,
-    "max_seq_len": LENGTH,
-    "vocab_size": 301,
+    "n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": LENGTH, "vocab_size": 301,
     "init_std": 0.3,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

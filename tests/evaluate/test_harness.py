@@ -36,13 +36,9 @@ def run_dir(
     """A run whose tokenizer puts nothing before a text, as GPT-2's, or a token, as Llama's."""
     out = tmp_path_factory.mktemp("run")
     model = {
-        "n_layers": 2,
-        "hidden_size": 32,
-        "n_heads": 4,
-        "max_seq_len": LENGTH,
-        "vocab_size": 302,
+        "n_layers": 2, "hidden_size": 32, "n_heads": 4, "max_seq_len": LENGTH, "vocab_size": 302,
         "init_std": 0.2,
-    }
+    }  # fmt: skip
     run = parse_run({"model": model, "data": {"path": str(token_folder)}})
     save_model(out, run, 0, seed=3)
     tokenizer = tokenizers.Tokenizer.from_file(str(token_folder / "tokenizer.json"))

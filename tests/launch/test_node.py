@@ -61,16 +61,10 @@ def test_refusals(nodes: int | None, environ: dict[str, str], sentence: str) -> 
 @pytest.mark.parametrize(
     ("codes", "code"),
     [
-        ([0, 0], 0),
-        ([75, 75], 75),
-        ([0, 75], 75),
-        ([75, 1], 1),
-        ([1, 2], 2),
-        ([-9, 1], 1),
-        ([-9, 75], 137),
-        ([143, 143], 143),
+        ([0, 0], 0), ([75, 75], 75), ([0, 75], 75), ([75, 1], 1), ([1, 2], 2), ([-9, 1], 1),
+        ([-9, 75], 137), ([143, 143], 143),
     ],
-)
+)  # fmt: skip
 def test_exit_codes(codes: list[int], code: int) -> None:
     assert exit_code(codes) == code
 

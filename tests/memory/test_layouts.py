@@ -38,19 +38,11 @@ def test_all_candidates_take_all_processes(processes: int) -> None:
 def test_candidates_of_four_processes() -> None:
     names = {describe_layout(layout) for layout in candidates(4)}
     assert names >= {
-        "dp=4",
-        "pp=4",
-        "dp=2, pp=2",
-        "megatron 1x4",
-        "megatron 1x2, sequence parallel, dp=2",
-        "optimus 2x2",
-        "megatron_2d 2x2",
-        "megatron_2d 2x1, dp=2",
-        "optimus 4x1",
-        "optimus 2x1, pp=2",
-        "subgraph, 4 branches",
+        "dp=4", "pp=4", "dp=2, pp=2", "megatron 1x4", "megatron 1x2, sequence parallel, dp=2",
+        "optimus 2x2", "megatron_2d 2x2", "megatron_2d 2x1, dp=2", "optimus 4x1",
+        "optimus 2x1, pp=2", "subgraph, 4 branches",
         "subgraph, 2 branches, common layers on the first, dp=2",
-    }
+    }  # fmt: skip
 
 
 def test_a_busy_machine_leaves_out_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:

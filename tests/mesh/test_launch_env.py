@@ -16,14 +16,10 @@ from gridformer.utils.errors import UserError
 MEET = {"MASTER_ADDR": "node01", "MASTER_PORT": "29500"}
 RANKED = {"RANK": "3", "WORLD_SIZE": "8"}
 SRUN = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+    "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
     "SLURM_STEP_NODELIST": "node[01-04]",
-}
+}  # fmt: skip
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "8",

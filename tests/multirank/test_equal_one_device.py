@@ -481,46 +481,23 @@ ROWS: dict[str, tuple[Layout, Settings, Settings, bool]] = {
     "one sequence, grid": (over_sequence("optimus", 2, 2, **ALONE_IN_STEP), GROUPED, FOUR, False),
     "both chunks": (over_sequence("megatron_2d", 2, 3), EVERYTHING, SELECTIVE, True),
     "recomputed": (over_sequence("optimus", 3, 1), GROUPED, {"recompute": "full"}, True),
-    "kept attention": (
-        over_sequence("megatron_2d", 2, 2),
-        GROUPED,
-        {"recompute": "except_attention"},
-        True,
-    ),
+    "kept attention": (over_sequence("megatron_2d", 2, 2), GROUPED,
+        {"recompute": "except_attention"}, True),
     "recomputed scores": (over_sequence("optimus", 4, 1), GROUPED, SELECTIVE, False),
-    "panels": (
-        over_sequence("optimus", 3, 2, schedule="pipelined"),
+    "panels": (over_sequence("optimus", 3, 2, schedule="pipelined"),
         {**MODELS["t5"], "dropout": 0.1, "attention_dropout": 0.1},
-        {"recompute": "full", "loss_chunk_tokens": 24},
-        False,
-    ),
-    "heads over rows": (
-        over_sequence("optimus", 4, 1),
-        {"dropout": 0.1, "attention_dropout": 0.1},
-        {"recompute": "full"},
-        True,
-    ),
-    "heads over rows, source": (
-        over_sequence("megatron_2d", 3, 2),
-        {**MODELS["transformer"], "attention_dropout": 0.1},
-        SELECTIVE,
-        False,
-    ),
+        {"recompute": "full", "loss_chunk_tokens": 24}, False),
+    "heads over rows": (over_sequence("optimus", 4, 1), {"dropout": 0.1, "attention_dropout": 0.1},
+        {"recompute": "full"}, True),
+    "heads over rows, source": (over_sequence("megatron_2d", 3, 2),
+        {**MODELS["transformer"], "attention_dropout": 0.1}, SELECTIVE, False),
     "broadcasts": (over_sequence("optimus", 2, 2, schedule="broadcast"), {}, IN_BACKWARD, False),
-    "windows": (
-        over_sequence("megatron_2d", 3, 1, dp=2, dp_mode="fsdp"),
-        {**GROUPED, "window": 7, "attention_dropout": 0.1},
-        {"recompute": "full"},
-        False,
-    ),
-    "interleaved": (
-        over_sequence("optimus", 2, 1, **pipe(2, 4, 2)),
-        {**PIPED_MODELS["transformer"], "norm_position": "pre"},
-        SELECTIVE,
-        False,
-    ),
+    "windows": (over_sequence("megatron_2d", 3, 1, dp=2, dp_mode="fsdp"),
+        {**GROUPED, "window": 7, "attention_dropout": 0.1}, {"recompute": "full"}, False),
+    "interleaved": (over_sequence("optimus", 2, 1, **pipe(2, 4, 2)),
+        {**PIPED_MODELS["transformer"], "norm_position": "pre"}, SELECTIVE, False),
     "float32": (over_sequence("megatron_2d", 2, 2), {}, {"dtype": "float32"}, False),
-}
+}  # fmt: skip
 
 
 def rows_over_sequence() -> Iterator[Case]:

@@ -37,12 +37,8 @@ SUPER: Layout = {"scheme": "subgraph", "branches": 4}
 LAYOUTS: dict[str, Layout] = {
     "megatron": {"scheme": "megatron", "cols": 4},
     "sequence": {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
-    "sequence, kept": {
-        "scheme": "megatron",
-        "cols": 4,
-        "sequence_parallel": True,
-        "keep_gathered": "inputs",
-    },
+    "sequence, kept": {"scheme": "megatron", "cols": 4, "sequence_parallel": True,
+        "keep_gathered": "inputs"},
     "optimus": {**GRID, "keep_gathered": "none"},
     "optimus, kept": {**GRID, "keep_gathered": "all"},
     "optimus, broadcast": {**GRID, "schedule": "broadcast", "keep_gathered": "none"},
@@ -54,7 +50,7 @@ LAYOUTS: dict[str, Layout] = {
     "D&SP, outside": {**SUPER, "attention": "outside", "keep_gathered": "none"},
     "cSub": {**SUPER, "common": "first"},
     "cSub, outside": {**SUPER, "common": "first", "attention": "outside"},
-}
+}  # fmt: skip
 
 
 def run_of(layout: Layout, family: str, recompute: str, n_layers: int, **changes: Any) -> RunConfig:

@@ -59,34 +59,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 RUNS: dict[str, dict[str, Any]] = {
     "gpt2": {"model": {"family": "gpt2"}, "kind": "text", "layout": {"dp": 2}},
-    "gpt2-labels": {
-        "model": {"family": "gpt2", "n_labels": 2},
-        "kind": "labeled",
-        "layout": {"scheme": "megatron", "cols": 2},
-    },
-    "bert": {
-        "model": {"family": "bert"},
-        "kind": "text",
-        "layout": {"scheme": "optimus", "rows": 2, "cols": 1},
-    },
-    "bert-labels": {
-        "model": {"family": "bert", "n_labels": 2, "sentence_pair": False},
-        "kind": "labeled",
-        "layout": {"scheme": "subgraph", "branches": 2},
-    },
+    "gpt2-labels": {"model": {"family": "gpt2", "n_labels": 2}, "kind": "labeled",
+        "layout": {"scheme": "megatron", "cols": 2}},
+    "bert": {"model": {"family": "bert"}, "kind": "text",
+        "layout": {"scheme": "optimus", "rows": 2, "cols": 1}},
+    "bert-labels": {"model": {"family": "bert", "n_labels": 2, "sentence_pair": False},
+        "kind": "labeled", "layout": {"scheme": "subgraph", "branches": 2}},
     "t5": {"model": {"family": "t5"}, "kind": "text", "layout": {"scheme": "megatron", "cols": 2}},
-    "t5-pairs": {
-        "model": {"family": "t5"},
-        "kind": "pairs",
-        "layout": {"scheme": "subgraph", "branches": 2, "common": "first"},
-        "task": "pairs",
-    },
-    "transformer": {
-        "model": {"family": "transformer", "label_smoothing": 0.1},
-        "kind": "pairs",
-        "layout": {"scheme": "megatron", "cols": 2, "sequence_parallel": True},
-    },
-}
+    "t5-pairs": {"model": {"family": "t5"}, "kind": "pairs",
+        "layout": {"scheme": "subgraph", "branches": 2, "common": "first"}, "task": "pairs"},
+    "transformer": {"model": {"family": "transformer", "label_smoothing": 0.1}, "kind": "pairs",
+        "layout": {"scheme": "megatron", "cols": 2, "sequence_parallel": True}},
+}  # fmt: skip
 PROMPTS = {"bert": "one ___ three", "bert-labels": "one ___ three", "t5": "one ___ three ___"}
 
 

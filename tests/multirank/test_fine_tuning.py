@@ -250,16 +250,9 @@ def test_every_layout_trains_and_scores_as_one_device(
 
 SIZE_BLEU = {"n_layers": 2, "hidden_size": 32, "n_heads": 4, "max_seq_len": 32, "dropout": 0.1}
 TRAIN = {
-    "steps": 4,
-    "global_batch": 16,
-    "lr": 1e-2,
-    "eval_every": 1,
-    "eval_batches": 1,
-    "save_every": 0,
-    "dtype": "float64",
-    "bleu_every": 2,
-    "bleu_beams": 2,
-}
+    "steps": 4, "global_batch": 16, "lr": 1e-2, "eval_every": 1, "eval_batches": 1,
+    "save_every": 0, "dtype": "float64", "bleu_every": 2, "bleu_beams": 2,
+}  # fmt: skip
 PACKED = {"document_mask": True, "packing": "documents"}
 LAYOUTS_BLEU: dict[str, dict[str, Any]] = {
     "pipeline": {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 2},

@@ -54,15 +54,9 @@ LAYOUTS: dict[str, Layout] = {
 # weights of products are float16, also where fsdp gathers them; rows looked up in the table of
 # tokens are float32.
 WIDTHS = {
-    "product": {2, 4},
-    "pipeline": {2},
-    "norm": {4},
-    "loss": {4},
-    "gradients": {4},
-    "parameters": {2, 4},
-    "copies": {4},
-    "metrics": {8},
-}
+    "product": {2, 4}, "pipeline": {2}, "norm": {4}, "loss": {4}, "gradients": {4},
+    "parameters": {2, 4}, "copies": {4}, "metrics": {8},
+}  # fmt: skip
 # The same layouts with another rank order or grid.
 MORE = ("sequence parallel", "optimus, broadcast", "pipeline of grids")
 

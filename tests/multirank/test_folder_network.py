@@ -35,29 +35,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron_2d": {"scheme": "megatron_2d", **GRID},
     "optimus": {"scheme": "optimus", **GRID},
     "rows over s": {"scheme": "optimus", **GRID, "rows_over": "sequence"},
-    "rows over s fsdp": {
-        "scheme": "megatron_2d",
-        **GRID,
-        "rows_over": "sequence",
-        "dp": 2,
-        "dp_mode": "fsdp",
-    },
+    "rows over s fsdp": {"scheme": "megatron_2d", **GRID, "rows_over": "sequence", "dp": 2,
+        "dp_mode": "fsdp"},
     "fsdp": {"dp": 2, "dp_mode": "fsdp"},
     "optimus fsdp": {"scheme": "optimus", **GRID, "dp": 2, "dp_mode": "fsdp"},
     "branches": {"scheme": "subgraph", "branches": 2, "dp": 2},
     "branches fsdp": {"scheme": "subgraph", "branches": 2, "dp": 2, "dp_mode": "fsdp"},
     "pipeline of branches": {"scheme": "subgraph", "branches": 2, "pp": 2, "micro_batches": 2},
     "pipeline": {"pp": 2, "micro_batches": 4},
-    "interleaved": {
-        "pp": 2,
-        "micro_batches": 4,
-        "stages_per_rank": 2,
-        "scheme": "megatron",
-        "cols": 2,
-    },
+    "interleaved": {"pp": 2, "micro_batches": 4, "stages_per_rank": 2, "scheme": "megatron",
+        "cols": 2},
     "pipeline of grids": {"pp": 2, "micro_batches": 2, "scheme": "optimus", **GRID},
     "pipeline s": {"pp": 2, "micro_batches": 2, "scheme": "megatron_2d", **GRID},
-}
+}  # fmt: skip
 
 # Their messages take NCCL's path.
 ON_NCCL = {"megatron s", "megatron_2d", "optimus", "optimus fsdp", "branches fsdp"}
@@ -159,18 +149,12 @@ def test_products_in_layers_that_are_gathered_stay_so(pool: WorkerPool, tmp_path
 
 
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "a window, rows over s": (
-        "Mistral, a window",
-        {"scheme": "megatron_2d", **GRID, "rows_over": "sequence"},
-    ),
-    "experts, rows over s": (
-        "Mixtral, experts",
-        {"scheme": "optimus", **GRID, "rows_over": "sequence"},
-    ),
-    "experts, stages without layers": (
-        "Mixtral, experts",
-        {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "pp": 4, "micro_batches": 2},
-    ),
+    "a window, rows over s": ("Mistral, a window",
+        {"scheme": "megatron_2d", **GRID, "rows_over": "sequence"}),
+    "experts, rows over s": ("Mixtral, experts",
+        {"scheme": "optimus", **GRID, "rows_over": "sequence"}),
+    "experts, stages without layers": ("Mixtral, experts",
+        {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "pp": 4, "micro_batches": 2}),
     **{
         f"experts, of which replicas have rows, {mode}": (
             "Mixtral, two experts",
@@ -178,7 +162,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         )
         for mode in ("fsdp", "zero1")
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MORE)

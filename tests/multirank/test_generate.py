@@ -35,12 +35,8 @@ SCORED: dict[str, Any] = {"max_seq_len": WINDOW, "init_std": 0.3, "vocab_size": 
 
 # Heads of keys and values that no axis divides, and a window that is shorter than the context.
 LLAMA: dict[str, Any] = {
-    "family": "llama",
-    "n_kv_heads": 3,
-    "qk_norm": True,
-    "tied_head": False,
-    "window": 4,
-}
+    "family": "llama", "n_kv_heads": 3, "qk_norm": True, "tied_head": False, "window": 4,
+}  # fmt: skip
 LLAMA_LAYOUTS: list[dict[str, Any]] = [
     {"scheme": "megatron_2d", "rows": 1, "cols": 4},
     {"scheme": "megatron", "cols": 2, "pp": 2},

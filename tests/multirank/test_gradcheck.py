@@ -86,15 +86,10 @@ def smaller(case: tuple[tuple[int, int], str]) -> bool:
 
 # A few of them are checked against finite differences in every run of the tests.
 DIFFERENCES = {
-    "product_ab-gather-parts-bias",
-    "product_abt-broadcast-bias",
-    "product_ab-gather-keep_all-bias",
-    "product_stationary-s",
-    "allreduce_identity-col",
-    "allreduce_allreduce",
-    "attention_over_rows-causal-chunks",
-    "cross_entropy",
-}
+    "product_ab-gather-parts-bias", "product_abt-broadcast-bias",
+    "product_ab-gather-keep_all-bias", "product_stationary-s", "allreduce_identity-col",
+    "allreduce_allreduce", "attention_over_rows-causal-chunks", "cross_entropy",
+}  # fmt: skip
 
 
 def title(case: tuple[tuple[int, int], str]) -> str:
@@ -134,16 +129,11 @@ def makers_on_nccl(rows: int, cols: int) -> dict[str, CaseMaker]:
 
 GRIDS_ON_NCCL = [(2, 1), (1, 2), (2, 2), (2, 3)]
 QUICK_ON_NCCL = {
-    "product_ab-gather-bias",
-    "product_abt-gather-keep_weight-bias",
-    "lookup-output_stationary-gather",
-    "lookup-input_stationary-gather",
-    "product_stationary-s",
-    "section_opens-sequence-hidden",
-    "section_closes-sequence-hidden",
-    "section_closes-replicated-hidden",
-    "attention_over_rows-causal-chunks",
-}
+    "product_ab-gather-bias", "product_abt-gather-keep_weight-bias",
+    "lookup-output_stationary-gather", "lookup-input_stationary-gather", "product_stationary-s",
+    "section_opens-sequence-hidden", "section_closes-sequence-hidden",
+    "section_closes-replicated-hidden", "attention_over_rows-causal-chunks",
+}  # fmt: skip
 ON_NCCL = [(grid, name) for grid in GRIDS_ON_NCCL for name in makers_on_nccl(*grid)]
 
 

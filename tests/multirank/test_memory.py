@@ -69,27 +69,21 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all of a block again": (OPTIMUS, {"recompute": "full"}),
     "attention again": ({}, {"recompute": "selective"}),
     "again, in shares": (MEGATRON, {"recompute": "full"}),
-    "again, over stages": (
-        {**OPTIMUS, "rows": 1, "pp": 2, "micro_batches": 4},
-        {"recompute": "full"},
-    ),
+    "again, over stages": ({**OPTIMUS, "rows": 1, "pp": 2, "micro_batches": 4},
+        {"recompute": "full"}),
     "again, fsdp": ({"dp": 2, "dp_mode": "fsdp"}, {"recompute": "full"}),
     "fsdp, gathered once": ({"dp": 2, "dp_mode": "fsdp", "reshard": "step"}, {}),
-    "again, cSub": (
-        {"scheme": "subgraph", "branches": 2, "common": "first"},
-        {"recompute": "full"},
-    ),
-    "updates in the backward pass": (
-        {"dp": 2, "dp_mode": "zero1"},
-        {"update": "in_backward", "clip_by": "layer"},
-    ),
+    "again, cSub": ({"scheme": "subgraph", "branches": 2, "common": "first"},
+        {"recompute": "full"}),
+    "updates in the backward pass": ({"dp": 2, "dp_mode": "zero1"},
+        {"update": "in_backward", "clip_by": "layer"}),
     "bfloat16": (OPTIMUS, {"dtype": "bfloat16"}),
     "float16": (MEGATRON, {"dtype": "float16"}),
     "whole logits": (OPTIMUS, {"loss_chunk_tokens": 0}),
     "several micro-batches": ({**MEGATRON, "micro_batches": 4}, {}),
     "broadcast": ({**OPTIMUS, "schedule": "broadcast"}, {}),
     "pipelined": ({**OPTIMUS, "schedule": "pipelined"}, {}),
-}
+}  # fmt: skip
 
 
 # The first step of a pipelined schedule makes buffers that the next ones have, too.

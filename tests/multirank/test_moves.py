@@ -23,15 +23,9 @@ from tests.support.multirank.runs import MIDDLE, STEPS, assert_same_run, start_f
 
 SIZE = {"n_layers": 3, "hidden_size": 24, "n_heads": 12, "max_seq_len": 16}
 TRAIN = {
-    "steps": STEPS,
-    "global_batch": 32,
-    "lr": 3e-3,
-    "eval_every": 0,
-    "eval_batches": 1,
-    "save_every": MIDDLE,
-    "dtype": "float64",
-    "sanity_checks": True,
-}
+    "steps": STEPS, "global_batch": 32, "lr": 3e-3, "eval_every": 0, "eval_batches": 1,
+    "save_every": MIDDLE, "dtype": "float64", "sanity_checks": True,
+}  # fmt: skip
 
 
 # The fine-tuned ones learn no text; tests/multirank/test_fine_tuning.py trains them.

@@ -213,14 +213,9 @@ def test_additional_columns_of_a_cast_copy_do_not_count(
 
 
 LLAMA: dict[str, Any] = {
-    "family": "llama",
-    "n_layers": 1,
-    "max_seq_len": 8,
-    "ffn_size": 96,
-    "qkv_bias": True,
-    "qk_norm": True,
-    "tied_head": False,
-}
+    "family": "llama", "n_layers": 1, "max_seq_len": 8, "ffn_size": 96, "qkv_bias": True,
+    "qk_norm": True, "tied_head": False,
+}  # fmt: skip
 MEGATRON = {"scheme": "megatron", "cols": 4}
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
 BRANCHES = {"scheme": "subgraph", "branches": 4}

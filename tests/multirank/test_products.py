@@ -175,27 +175,16 @@ def test_sums_travel_while_the_other_gradient_is_multiplied(pool: WorkerPool) ->
         # dA's sum is in flight during dB's product, and both sums during this rank's part of dB.
         assert set(found["ab backward"][:2]) == asked
         assert found["ab backward"][2:] == [
-            "have all_gather row",
-            "multiply",
-            "send reduce_scatter col",
-            "have all_gather col",
-            "multiply",
-            "send reduce_scatter row",
-            "multiply",
-            "have reduce_scatter row",
+            "have all_gather row", "multiply", "send reduce_scatter col", "have all_gather col",
+            "multiply", "send reduce_scatter row", "multiply", "have reduce_scatter row",
             "have reduce_scatter col",
-        ]
+        ]  # fmt: skip
         # dB's sum is in flight during this rank's part of dB, and during dA's product.
         assert set(found["abt backward"][:2]) == asked
         assert found["abt backward"][2:] == [
-            "have all_gather col",
-            "multiply",
-            "send reduce_scatter row",
-            "multiply",
-            "have all_gather row",
-            "multiply",
-            "have reduce_scatter row",
-        ]
+            "have all_gather col", "multiply", "send reduce_scatter row", "multiply",
+            "have all_gather row", "multiply", "have reduce_scatter row",
+        ]  # fmt: skip
 
 
 # --------------------------------------------------- sums that are waited for later

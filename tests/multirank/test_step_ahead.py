@@ -36,14 +36,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "grid": {"scheme": "optimus", "rows": 2, "cols": 2},
 }
 TIMES = {
-    "tokens_per_s",
-    "step_time_s",
-    "data_wait_s",
-    "model_tflops",
-    "hardware_tflops",
-    "save_s",
+    "tokens_per_s", "step_time_s", "data_wait_s", "model_tflops", "hardware_tflops", "save_s",
     "save_stall_s",
-}
+}  # fmt: skip
 
 
 def recorded(plan: Plan) -> list[str]:

@@ -172,14 +172,10 @@ CLOSING = 2 * N * H  # biases added to whole activations between sections
 STEPS: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({"scheme": "megatron", "cols": 2}, {"col": NORMS + CLOSING + POSITIONS}),
     ({"scheme": "megatron", "cols": 2, "dp": 2}, {"col": NORMS + CLOSING + POSITIONS}),
-    (
-        {"scheme": "megatron", "cols": 4, "sequence_parallel": True},
-        {"col": NORMS + CLOSING + POSITIONS},
-    ),
-    (
-        {"scheme": "megatron_2d", "rows": 2, "cols": 2},
-        {"row": (BIASES - CLOSING) // 2, "grid": NORMS + CLOSING + POSITIONS},
-    ),
+    ({"scheme": "megatron", "cols": 4, "sequence_parallel": True},
+        {"col": NORMS + CLOSING + POSITIONS}),
+    ({"scheme": "megatron_2d", "rows": 2, "cols": 2},
+        {"row": (BIASES - CLOSING) // 2, "grid": NORMS + CLOSING + POSITIONS}),
     (optimus((2, 2)), {"row": (BIASES + POSITIONS + NORMS) // 2}),
     (optimus((2, 2), stationary="input"), {"row": (BIASES + POSITIONS + NORMS) // 2}),
     (optimus((2, 2), schedule="pipelined"), {"row": (BIASES + POSITIONS + NORMS) // 2}),
@@ -187,7 +183,7 @@ STEPS: list[tuple[dict[str, Any], dict[str, int]]] = [
     (optimus((4, 1)), {"row": BIASES + POSITIONS + NORMS}),
     ({**optimus((2, 2)), "dp": 2}, {"row": (BIASES + POSITIONS + NORMS) // 2}),
     ({"scheme": "single", "dp": 2}, {}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

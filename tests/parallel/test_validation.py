@@ -142,14 +142,9 @@ def test_all_problems_at_once() -> None:
         **{"layout.dp": 7, "layout.sequence_parallel": True, "data.seq_len": 99},
     }
     assert rules(run_of(**changes)) == {
-        "axes",
-        "stages",
-        "cols cuts model.n_heads",
-        "cols cuts model.ffn_size",
-        "cols cuts data.seq_len",
-        "batch",
-        "length",
-    }
+        "axes", "stages", "cols cuts model.n_heads", "cols cuts model.ffn_size",
+        "cols cuts data.seq_len", "batch", "length",
+    }  # fmt: skip
 
 
 def test_a_first_sub_grid_alone_shares_no_samples_over_branches() -> None:

@@ -33,14 +33,10 @@ CASES: dict[str, tuple[str, str | dict[str, Any], dict[str, Any]]] = {
     "GPT-2, Optimus": ("dgx-h100", "gpt2-774m", OPTIMUS),
     "GPT-2, rows": ("dgx-h100", "gpt2-774m", {"scheme": "megatron_2d", "rows": 4, "cols": 1}),
     "Llama, ZeRO-1": ("dgx-h100", LLAMA, {"dp": 8, "dp_mode": "zero1"}),
-    "GPT-2, shards in a node": (
-        *("dgx-h100", "gpt2-774m"),
-        {**FSDP, "dp": 32, "shard_over": 8, "devices_per_node": 8},
-    ),
-    "GPT-2, sums in each micro-batch": (
-        *("dgx-h100", "gpt2-774m"),
-        {**FSDP, "dp": 32, "gradient_sync": "micro_batch", "micro_batches": 4},
-    ),
+    "GPT-2, shards in a node": (*("dgx-h100", "gpt2-774m"),
+        {**FSDP, "dp": 32, "shard_over": 8, "devices_per_node": 8}),
+    "GPT-2, sums in each micro-batch": (*("dgx-h100", "gpt2-774m"),
+        {**FSDP, "dp": 32, "gradient_sync": "micro_batch", "micro_batches": 4}),
     "Llama, sequence": ("dgx-h100", LLAMA, SEQUENCE),
     "Llama, pipeline": ("dgx-h100", LLAMA, PIPELINE),
     "Llama, rows over the sequence": ("dgx-h100", LLAMA, {**OVER_SEQUENCE, "cols": 2}),
@@ -50,7 +46,7 @@ CASES: dict[str, tuple[str, str | dict[str, Any], dict[str, Any]]] = {
     "slow links": (SLOW, SMALL, {**PIPELINE, "dp": 8, "pp": 8}),
     "slow links, interleaved": (SLOW, SMALL, {**PIPELINE, "dp": 8, "stages_per_rank": 3}),
     "slow links, FSDP": (SLOW, SMALL, {**FSDP, "pp": 8, "micro_batches": 8, "reshard": "step"}),
-}
+}  # fmt: skip
 
 
 def run_of(

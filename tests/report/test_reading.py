@@ -52,12 +52,8 @@ def test_numbers_and_charts_of_a_run(tmp_path: Path) -> None:
     assert rows["steps"] == "3 of 4"
     assert rows["steps left out"] == "1"
     assert [chart.title for chart in chart_list([run])] == [
-        "Loss",
-        "Validation accuracy",
-        "Learning rate",
-        "Gradient norm",
-        "Speed",
-    ]
+        "Loss", "Validation accuracy", "Learning rate", "Gradient norm", "Speed",
+    ]  # fmt: skip
 
 
 def test_scores_of_numbers_have_no_perplexity(tmp_path: Path) -> None:

@@ -92,18 +92,10 @@ def their_probabilities_are_masked(sites: dict[nn.Module, Masked]) -> Iterator[N
 # --------------------------------------------------- GPT-2, many steps
 
 TRAIN: dict[str, Any] = {
-    "global_batch": 4,
-    "steps": 6,
-    "lr": 3e-2,
-    "min_lr_ratio": 0.2,
-    "warmup_steps": 2,
-    "weight_decay": 0.3,
-    "beta1": 0.8,
-    "beta2": 0.7,
-    "adam_eps": 1e-3,
-    "clip_norm": 0.5,
+    "global_batch": 4, "steps": 6, "lr": 3e-2, "min_lr_ratio": 0.2, "warmup_steps": 2,
+    "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.7, "adam_eps": 1e-3, "clip_norm": 0.5,
     "seed": SEED,
-}
+}  # fmt: skip
 
 
 def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -15,13 +15,9 @@ from tests.support.reference.shared import transformers
 
 LLAMAS = [name for name, kind in KINDS.items() if kind.family == "llama"]
 SIZES = {
-    "num_hidden_layers": 3,
-    "hidden_size": 48,
-    "num_attention_heads": 4,
-    "intermediate_size": 80,
-    "vocab_size": 211,
-    "max_position_embeddings": 64,
-}
+    "num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 80,
+    "vocab_size": 211, "max_position_embeddings": 64,
+}  # fmt: skip
 T5 = {"num_layers": 3, "d_model": 16, "num_heads": 2, "d_kv": 8, "d_ff": 32, "vocab_size": 9}
 
 

@@ -16,14 +16,9 @@ QUICK = 36  # the seeds below this are those of `make test`, and use few process
 LARGEST, USUAL, FEW = 16, 8, 4  # processes: of one case in eight, of the others, and of quick ones
 # Settings that a run may change when it moves without changing its numbers.
 METHODS = {
-    "recompute",
-    "recompute_layers",
-    "update",
-    "offload",
-    "loss_chunk_tokens",
-    "sanity_checks",
+    "recompute", "recompute_layers", "update", "offload", "loss_chunk_tokens", "sanity_checks",
     "compile",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,9 @@ V = 97
 
 def model_of(**changes: Any) -> Transformer:
     values = {
-        "family": "transformer",
-        "n_layers": 2,
-        "n_decoder_layers": 3,
-        "hidden_size": 48,
-        "n_heads": 4,
-        "vocab_size": V,
-        "max_seq_len": 32,
-    }
+        "family": "transformer", "n_layers": 2, "n_decoder_layers": 3, "hidden_size": 48,
+        "n_heads": 4, "vocab_size": V, "max_seq_len": 32,
+    }  # fmt: skip
     config = ModelConfig(**{**values, **changes})
     weights = randomize(build_model(config).double(), torch.float64).named_parameters()
     model = plain(config, torch.float64, {name: p.detach() for name, p in weights})
