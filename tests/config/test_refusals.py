@@ -88,25 +88,19 @@ REFUSED: list[tuple[str, ...]] = [
     ("conversations have no labels; use model.n_labels=0", "data.task=chat", "model.n_labels=2"),
     ("data.task=pairs is one pair; use data.packing=documents", T5, "data.task=pairs", MASK),
     ("must not see each other; use data.document_mask=true", T5, "data.task=pairs", PACKED),
-    (
-        "begin at position 0 each; use data.reset_positions=true",
-        *(T5, "data.task=pairs", MASK, PACKED, "data.reset_positions=false"),
-    ),
+    ("begin at position 0 each; use data.reset_positions=true",
+        *(T5, "data.task=pairs", MASK, PACKED, "data.reset_positions=false")),
     ("data.task=spans (t5) are not running text", T5, "data.task=spans", MASK, PACKED),
     # heads
     ("needs model.n_labels, the number of labels: use", BERT, "data.task=classify"),
-    (
-        "use model.token_head=false",
-        *(BERT, "data.task=classify", "model.n_labels=2", "model.token_head=true"),
-    ),
+    ("use model.token_head=false",
+        *(BERT, "data.task=classify", "model.n_labels=2", "model.token_head=true")),
     ("use model.n_labels=1, or leave it out", BERT, "data.task=choice", "model.n_labels=4"),
     ("use model.n_labels=0", BERT, "data.task=answer", "model.n_labels=2"),
     ("use data.task=classify, regression, choice or", BERT, "model.span_head=true"),
     # mixtures
-    (
-        "data.path=x and data.sources are both set: use data.path=null with the sources",
-        f"data={{path: x, {SOURCES}}}",
-    ),
+    ("data.path=x and data.sources are both set: use data.path=null with the sources",
+        f"data={{path: x, {SOURCES}}}"),
     ("two sources called a: give each a name of its own", "data=[{path: a}, {path: b/a}]"),
     ("data.sources.0.name is missing: give the source a name", "data=[{path: .}]"),
     ("data.sources.0.name: 'x/y' is not a source name", "data=[{path: a, name: x/y}]"),
@@ -118,26 +112,20 @@ REFUSED: list[tuple[str, ...]] = [
         "data=[{path: a, weight: 0.1234567}, {path: b, weight: 0.333333}]",
     ),
     ("stages needs data.sources", "data={path: x, stages: [{from_step: 9, weights: {}}]}"),
-    (
-        "data.stages.0.weights names webb, but data.sources has web or code-files",
-        f"data={{{SOURCES}, stages: [{{from_step: 9, weights: {{webb: 1}}}}]}}",
-    ),
+    ("data.stages.0.weights names webb, but data.sources has web or code-files",
+        f"data={{{SOURCES}, stages: [{{from_step: 9, weights: {{webb: 1}}}}]}}"),
     (
         "data.stages.1.from_step=9 is not after step 9, with which the stage before it begins: use "
         "10 or more",
         f"data={{{SOURCES}, stages: [{', '.join(['{from_step: 9, weights: {web: 1}}'] * 2)}]}}",
     ),
-    (
-        "the weights of data.stages.0 are all 0",
-        f"data={{{SOURCES}, stages: [{{from_step: 9, weights: {{web: 0}}}}]}}",
-    ),
+    ("the weights of data.stages.0 are all 0",
+        f"data={{{SOURCES}, stages: [{{from_step: 9, weights: {{web: 0}}}}]}}"),
     ("data.validation.0.path is missing", "data={path: x, validation: [{name: a}]}"),
-    (
-        "data.validation.0 names wbe, but data.sources has web or code-files",
-        f"data={{{SOURCES}, validation: [{{name: wbe}}]}}",
-    ),
+    ("data.validation.0 names wbe, but data.sources has web or code-files",
+        f"data={{{SOURCES}, validation: [{{name: wbe}}]}}"),
     ("has two sets called a", "data={path: x, validation: [{path: a}, {path: b/a}]}"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("override", MEANT)

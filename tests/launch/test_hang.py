@@ -14,17 +14,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from gridformer.config import parse_run
 from gridformer.launch.hang import Messages
 from gridformer.launch.hang_report import all_ranks, reports
 from gridformer.launch.watch import UseWatch
-from gridformer.mesh import Axes
-from gridformer.parallel import build_parallel
 from gridformer.train.metrics import read_metrics
-from gridformer.train.step import Stepper
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import save_model
 from tests.support.commands import gridformer_here
 from tests.support.launch.hanging import TIMEOUT_S
 from tests.support.launch.programs import (
@@ -88,12 +84,9 @@ HANGS: dict[str, tuple[str, list[int], list[str]]] = {
             "number 3 of ranks 0 and 1",
         ],
     ),
-    "other_order": (
-        "diverged",
-        [0, 1],
-        [f"rank {r} waits for rank {1 - r} in recv on axis pp" for r in range(2)],
-    ),
-}
+    "other_order": ("diverged", [0, 1],
+        [f"rank {r} waits for rank {1 - r} in recv on axis pp" for r in range(2)]),
+}  # fmt: skip
 
 
 @pytest.mark.full
@@ -206,10 +199,7 @@ def run_dir(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     out = tmp_path_factory.mktemp("run")
     model = {"n_layers": 1, "hidden_size": 16, "n_heads": 2, "max_seq_len": 48, "vocab_size": 301}
     run = parse_run({"model": model, "data": {"path": str(token_folder)}})
-    built = build_parallel(run.model, run.layout, Axes(), 3, torch.device("cpu"), "float32")
-    updates = Stepper(built, run.train, Axes()).updates
-    updates.allocate(0)
-    save_checkpoint(out, 0, 0, run, built, updates, Axes())
+    save_model(out, run, 0)
     (out / "tokenizer.json").write_bytes((token_folder / "tokenizer.json").read_bytes())
     return out
 

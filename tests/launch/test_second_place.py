@@ -15,6 +15,7 @@ from gridformer.launch.plan import plan_run
 from gridformer.launch.run import execute
 from gridformer.launch.run_lock import RunLock
 from gridformer.utils.errors import CheckpointError, ConfigError
+from tests.support.checkpoints import flip_a_bit
 
 
 @pytest.fixture
@@ -134,17 +135,11 @@ def test_a_run_that_was_killed_while_it_copied_copies_when_it_is_started_again(
     assert f"not at file://{tmp_path}/far (PermissionError: no credentials): the next save" in said
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 4
-    path.write_bytes(content)
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
 
-@pytest.mark.parametrize("damage", [flip, truncate])
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate])
 def test_an_intact_copy_takes_the_place_of_a_damaged_checkpoint(
     run_file: Path,
     tmp_path: Path,
@@ -188,13 +183,13 @@ def test_a_copy_that_is_damaged_too_or_older_is_not_used(
     train(run_file, out)
     name = "step-00000004/shard-00001.safetensors"
     for folder in (out / "checkpoints", tmp_path / "far"):
-        flip(folder / name)
+        flip_a_bit(folder / name)
     train(run_file, out, "train.steps=5", "train.fallback=true")
     said = capfd.readouterr()
     assert f"file://{tmp_path}/far/{name} is damaged (its checksum is wrong)" in said.err
     assert "this copy cannot replace" in said.err
     assert f"resuming after step 2 from {out}/checkpoints/step-00000002" in said.out
-    flip(out / "checkpoints/step-00000005/shard-00001.safetensors")
+    flip_a_bit(out / "checkpoints/step-00000005/shard-00001.safetensors")
     RemoteStore(f"file://{tmp_path}/far").remove("step-00000005")
     with pytest.raises(CheckpointError, match="=true resumes from the checkpoint before it"):
         train(run_file, out, "train.steps=6")

@@ -30,13 +30,13 @@ from tests.support.marks import full_unless
 from tests.support.memory_log import MemoryLog
 from tests.support.multirank.exactness import (
     CPU,
-    TOLERANCE,
     axes_of,
     batch_of,
     batches_of,
     built,
     compare,
     tiny,
+    worst_of,
 )
 from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import MODELS, SETTINGS
@@ -175,8 +175,7 @@ def test_equals_one_device(pool: WorkerPool, name: str, model: str, recompute: s
     hides = late or name.startswith("hidden")
     of_rank = (compare_in_parts, hides, late, layout, config, settings, STEPS)
     nccl = (on_nccl,) if (name, recompute) in OVER_NCCL else ()
-    for worst in pool.run(n, *nccl, *of_rank):
-        assert max(worst.values()) <= TOLERANCE["float64"], worst
+    worst_of(pool.run(n, *nccl, *of_rank))
 
 
 # --------------------------------------------------- volumes

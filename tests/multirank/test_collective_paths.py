@@ -24,9 +24,9 @@ from gridformer.parallel.pipeline import LOADING_RUNS
 from gridformer.utils.batch import Batch
 from tests.support.marks import full_unless
 from tests.support.multirank.cutting import grid_axes
-from tests.support.multirank.exactness import TOLERANCE, TRAIN, axes_of, compare
+from tests.support.multirank.exactness import TRAIN, axes_of, compare, worst_of
 from tests.support.multirank.layouts import Layout
-from tests.support.multirank.nccl_path import on_nccl
+from tests.support.multirank.nccl_path import Over, on_both_paths, on_nccl
 from tests.support.multirank.pipelines import LENGTH, family, reads_of, stepper_of
 from tests.support.multirank.pool import WorkerPool
 
@@ -137,10 +137,9 @@ def all_collectives() -> int:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("way", ["gloo", "nccl"])
-def test_a_collective_serves_any_tensor(pool: WorkerPool, n: int, way: str) -> None:
-    done = pool.run(n, on_nccl, all_collectives) if way == "nccl" else pool.run(n, all_collectives)
-    assert min(done) > 400
+@on_both_paths
+def test_a_collective_serves_any_tensor(pool: WorkerPool, n: int, over: Over) -> None:
+    assert min(pool.run(n, *over, all_collectives)) > 400
 
 
 def called(function: Callable[[], None]) -> tuple[bool, bool, bool]:
@@ -180,12 +179,9 @@ def started_at_once() -> None:
         assert pending.wait() is pending.wait()
 
 
-@pytest.mark.parametrize("way", ["gloo", "nccl"])
-def test_many_collectives_may_be_in_flight(pool: WorkerPool, way: str) -> None:
-    if way == "nccl":
-        pool.run(3, on_nccl, started_at_once)
-    else:
-        pool.run(3, started_at_once)
+@on_both_paths
+def test_many_collectives_may_be_in_flight(pool: WorkerPool, over: Over) -> None:
+    pool.run(3, *over, started_at_once)
 
 
 # --------------------------------------------------- a width of 1
@@ -200,20 +196,18 @@ NARROW: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("way", ["gloo", "nccl"])
+@on_both_paths
 @pytest.mark.parametrize(
     "layout",
     full_unless(lambda layout: layout in NARROW[:2], NARROW),
     ids=lambda layout: "-".join(map(str, layout.values())),
 )
-def test_a_device_may_hold_one_column(pool: WorkerPool, layout: dict[str, Any], way: str) -> None:
+def test_a_device_may_hold_one_column(pool: WorkerPool, layout: dict[str, Any], over: Over) -> None:
     """A device may hold one column of weights and activations; copies are checked."""
     narrow = {"ffn_size": 2, "n_layers": 1, "max_seq_len": 12}
     arguments = (compare, layout, narrow, {**TRAIN, "dtype": "float64"}, 2)
     n = LayoutConfig(**layout).n_processes
-    for found in pool.run(n, on_nccl, *arguments) if way == "nccl" else pool.run(n, *arguments):
-        wrong = {k: v for k, v in found.items() if not v <= TOLERANCE["float64"]}
-        assert not wrong
+    worst_of(pool.run(n, *over, *arguments))
 
 
 @pytest.mark.parametrize("make", [transposed, with_gaps, contiguous])
@@ -297,17 +291,13 @@ def name_of(layout: Layout) -> str:
     "layout", full_unless(lambda layout: layout == INTERLEAVED, LAYOUTS), ids=name_of
 )
 def test_equals_one_device(pool: WorkerPool, layout: Layout) -> None:
-    for found in pool.run(LayoutConfig(**layout).n_processes, on_nccl, compare, *how(layout)):
-        wrong = {k: v for k, v in found.items() if not v <= TOLERANCE["float64"]}
-        assert not wrong
+    worst_of(pool.run(LayoutConfig(**layout).n_processes, on_nccl, compare, *how(layout)))
 
 
 @pytest.mark.parametrize("layout", [INTERLEAVED, LAYOUTS[1]], ids=name_of)
 def test_messages_through_the_host_change_nothing(pool: WorkerPool, layout: Layout) -> None:
     compared = partial(on_nccl, loading_runs=99)
-    for found in pool.run(LayoutConfig(**layout).n_processes, compared, compare, *how(layout)):
-        wrong = {k: v for k, v in found.items() if not v <= TOLERANCE["float64"]}
-        assert not wrong
+    worst_of(pool.run(LayoutConfig(**layout).n_processes, compared, compare, *how(layout)))
 
 
 def sent_with_gaps() -> Tensor:
@@ -326,10 +316,9 @@ def sent_with_gaps() -> Tensor:
     return torch.stack((ahead, back))
 
 
-@pytest.mark.parametrize("way", ["gloo", "nccl"])
-def test_a_message_may_have_gaps(pool: WorkerPool, way: str) -> None:
-    found = pool.run(3, on_nccl, sent_with_gaps) if way == "nccl" else pool.run(3, sent_with_gaps)
-    for rank, (ahead, back) in enumerate(found):
+@on_both_paths
+def test_a_message_may_have_gaps(pool: WorkerPool, over: Over) -> None:
+    for rank, (ahead, back) in enumerate(pool.run(3, *over, sent_with_gaps)):
         column = torch.tensor([1.0, 3.0, 5.0, 7.0])
         assert torch.equal(ahead, column + 10 * ((rank - 1) % 3))
         assert torch.equal(back, -column - 10 * ((rank + 1) % 3))

@@ -23,7 +23,7 @@ from gridformer.train.plan import Plan
 from gridformer.utils.errors import CheckpointError, ConfigError
 from tests.support.marks import full_unless
 from tests.support.multirank import own_networks
-from tests.support.multirank.exactness import compare
+from tests.support.multirank.exactness import compare, worst_of
 from tests.support.multirank.matrix import OVER_SEQUENCE, SCHEMES, SETTINGS, Cell
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.own_networks import NETWORKS, OF_TRANSFORMERS
@@ -70,8 +70,7 @@ def equals_one_device(pool: WorkerPool, cell: tuple[str, str, int, str], *over: 
     check_layout(a_run(model, ".", layout))
     settings = {**SETTINGS, **METHODS.get(METHOD[cell], {})}
     with pool.limit(280.0):
-        worst = pool.run(n, *over, own_networks.in_double, compare, layout, model, settings, 2)
-    assert max(max(one.values()) for one in worst) < 1e-9, worst
+        worst_of(pool.run(n, *over, own_networks.in_double, compare, layout, model, settings, 2))
 
 
 def a_run(model: Any, data: Path | str, layout: dict[str, Any]) -> RunConfig:

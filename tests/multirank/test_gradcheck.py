@@ -40,7 +40,7 @@ from tests.support.multirank.gradcheck_cases import (
     sections,
     stationary_weights,
 )
-from tests.support.multirank.nccl_path import on_nccl
+from tests.support.multirank.nccl_path import Over, on_both_paths, on_nccl
 from tests.support.multirank.pool import WorkerPool
 
 GRIDS = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (3, 4)]
@@ -249,14 +249,13 @@ def exchanged(rows: int, cols: int, name: str) -> None:
     assert set(found.targets) == {axis.ranks[j] for j in sends}
 
 
-@pytest.mark.parametrize("way", ["gloo", "nccl"])
+@on_both_paths
 @pytest.mark.parametrize("what", [exchanged_by_all_to_all, scattered_and_gathered, exchanged])
 @pytest.mark.parametrize(("rows", "cols", "name"), AXES, ids=lambda part: str(part))
 def test_pieces_of_any_shape_arrive(
-    pool: WorkerPool, rows: int, cols: int, name: str, what: Callable[..., None], way: str
+    pool: WorkerPool, rows: int, cols: int, name: str, what: Callable[..., None], over: Over
 ) -> None:
     """Pieces are unequal, sometimes empty, from every root, in several groups at once."""
-    over = (on_nccl,) if way == "nccl" else ()
     pool.run(rows * cols, *over, what, rows, cols, name)
 
 

@@ -1,8 +1,5 @@
-"""Process groups: all have the run's timeout, and few calls create them; the pool of tests."""
+"""Process groups: all have the run's timeout, and few calls create them."""
 
-import os
-import signal
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -27,8 +24,8 @@ from gridformer.train.step import Stepper
 from tests.support.checkpoints import save_checkpoint
 from tests.support.multirank.exactness import CPU, axes_of, tiny
 from tests.support.multirank.layouts import Layout
-from tests.support.multirank.nccl_path import on_nccl
-from tests.support.multirank.pool import RankFailed, WorkerPool
+from tests.support.multirank.nccl_path import Over, on_both_paths, on_nccl
+from tests.support.multirank.pool import WorkerPool
 
 GRID: Layout = {"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2}
 REPLICAS: Layout = {"scheme": "megatron", "cols": 2, "dp": 2, "pp": 2}
@@ -234,64 +231,7 @@ def groups_of_objects(out: Path) -> tuple[set[str], int]:
     return used, len(created)
 
 
-@pytest.mark.parametrize("way", ["nccl", "gloo"])
-def test_objects_never_go_over_nccl(pool: WorkerPool, tmp_path: Path, way: str) -> None:
-    over = (on_nccl,) if way == "nccl" else ()
+@on_both_paths
+def test_objects_never_go_over_nccl(pool: WorkerPool, tmp_path: Path, over: Over) -> None:
     for found in pool.run(2, *over, groups_of_objects, tmp_path):
-        assert found == (({"objects"}, 1) if way == "nccl" else ({"default"}, 0))
-
-
-# --------------------------------------------------- the pool of tests itself
-
-
-def total(value: float) -> float:
-    x = torch.tensor([value * (dist.get_rank() + 1)])
-    dist.all_reduce(x)
-    return x.item()
-
-
-def raise_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        raise ValueError("the root cause")
-    dist.barrier()
-
-
-def kill_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def hang_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        time.sleep(900)
-
-
-@pytest.mark.parametrize(
-    ("work", "rank", "said"),
-    [
-        (raise_on, 2, r"(?s)on rank 2.*raise_on.*ValueError: the root cause"),
-        (kill_on, 1, r"rank 1 \(pid \d+\) died: killed by SIGKILL"),
-    ],
-)
-def test_a_rank_that_fails(
-    pool: WorkerPool, work: Callable[[int], None], rank: int, said: str
-) -> None:
-    pool.run(4, total, 1.0)
-    start = time.monotonic()
-    with pytest.raises(RankFailed, match=said) as e:
-        pool.run(4, work, rank)
-    assert time.monotonic() - start < pool.timeout_s, "the others are not waited for"
-    assert e.value.rank == rank
-    assert pool.run(4, total, 1.0) == [10.0] * 4
-
-
-def test_hang_says_where(pool: WorkerPool) -> None:
-    for limit in (2.0, 10.0, 60.0):  # on a busy machine the others may not be done, either
-        pool.run(3, total, 1.0)
-        with pool.limit(limit), pytest.raises(RankFailed, match=r"(?s)ranks .*in hang_on") as e:
-            pool.run(3, hang_on, 1)
-        if "ranks [1] did" in str(e.value):
-            break
-    assert "ranks [1] did not finish" in str(e.value)
-    assert pool.run(3, total, 1.0) == [6.0] * 3
+        assert found == (({"objects"}, 1) if over else ({"default"}, 0))

@@ -18,7 +18,7 @@ from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.summa import gathered, gathered_weights_scope, panels
 from tests.support.multirank.cutting import cut, grid_axes
 from tests.support.multirank.exactness import batch_of, built, tiny
-from tests.support.multirank.nccl_path import on_nccl
+from tests.support.multirank.nccl_path import Over, on_both_paths
 from tests.support.multirank.pool import WorkerPool
 
 ROW, COL = "row", "col"
@@ -244,18 +244,17 @@ def leaving(input_stationary: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("input_stationary", [False, True])
-@pytest.mark.parametrize("way", ["gloo", "nccl"])
+@on_both_paths
 def test_a_sum_travels_while_the_product_before_goes_backward(
-    pool: WorkerPool, way: str, input_stationary: bool
+    pool: WorkerPool, over: Over, input_stationary: bool
 ) -> None:
-    how = (on_nccl, leaving) if way == "nccl" else (leaving,)
-    for events in pool.run(6, *how, input_stationary):
+    for events in pool.run(6, *over, leaving, input_stationary):
         sums = [i for i, event in enumerate(events) if event.endswith("reduce_scatter row")]
         first_sent, *_, last_waited = sums
         assert [events[i][:4] for i in sums] == ["send", "send", "have", "have"], events
         assert events[first_sent:last_waited].count("multiply") >= 1, events
         # Over gloo the blocks of others are multiplied first.
-        assert events.count("multiply") == (3 if way == "nccl" else 7), events
+        assert events.count("multiply") == (3 if over else 7), events
 
 
 # --------------------------------------------------- weights that are kept

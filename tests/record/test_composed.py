@@ -49,11 +49,8 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "broadcast*": ({"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast"}, {}, {}),
     "gpipe": ({**MEGATRON, "pipeline": "gpipe"}, {"device": "cuda"}, {}),
     "interleaved": ({**MEGATRON, "stages_per_rank": 2}, {"device": "cuda"}, {}),
-    "interleaved on four ranks": (
-        {**MEGATRON, "pp": 4, "stages_per_rank": 2, "micro_batches": 8},
-        {"dtype": "bfloat16"},
-        {},
-    ),
+    "interleaved on four ranks": ({**MEGATRON, "pp": 4, "stages_per_rank": 2, "micro_batches": 8},
+        {"dtype": "bfloat16"}, {}),
     "deep": ({"pp": 8, "micro_batches": 20}, {"device": "cuda"}, {}),
     "fewer micro-batches than ranks": ({"pp": 6, "micro_batches": 3}, {}, {}),
     "prefetched": ({**OPTIMUS, "schedule": "gather", "stages_per_rank": 2}, {}, {}),
@@ -75,11 +72,8 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "fsdp without a pipeline*": ({"dp": 4, "dp_mode": "fsdp"}, {"device": "cuda"}, {}),
     "joined weights": ({**MEGATRON, "dp": 2}, {"dtype": "float32"}, {"family": "llama"}),
-    "grid with weights over rows": (
-        {"scheme": "megatron_2d", "rows": 2, "cols": 2, "dp": 2},
-        {"device": "cuda"},
-        {},
-    ),
+    "grid with weights over rows": ({"scheme": "megatron_2d", "rows": 2, "cols": 2, "dp": 2},
+        {"device": "cuda"}, {}),
     "sub-graphs": ({**BRANCHES, "pp": 2, "micro_batches": 6}, {}, {"dropout": 0.1}),
     "cSub*": ({**BRANCHES, "common": "first", "pp": 2, "micro_batches": 4}, {"device": "cuda"}, {}),
     "encoder and decoder in a pipeline": ({**MEGATRON, "pp": 4}, {}, {"family": "t5"}),
@@ -96,11 +90,8 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"loss_chunk_tokens": 2},
         {"family": "bert"},
     ),
-    "fsdp, several micro-batches*": (
-        {"dp": 2, "dp_mode": "fsdp", "micro_batches": 4},
-        {"dtype": "bfloat16", "device": "cuda"},
-        {"family": "llama", "n_layers": 2},
-    ),
+    "fsdp, several micro-batches*": ({"dp": 2, "dp_mode": "fsdp", "micro_batches": 4},
+        {"dtype": "bfloat16", "device": "cuda"}, {"family": "llama", "n_layers": 2}),
     "sums in each micro-batch*": (
         {"dp": 4, "dp_mode": "fsdp", "shard_over": 2, "gradient_sync": "micro_batch"}
         | {"micro_batches": 5},
@@ -121,32 +112,20 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"n_layers": 12},
     ),
     # Their sums of gradients fill several buckets.
-    "copies of heads of keys*": (
-        {"scheme": "subgraph", "branches": 4, "common": "first"},
+    "copies of heads of keys*": ({"scheme": "subgraph", "branches": 4, "common": "first"},
         {"device": "cuda"},
-        {"family": "llama", "n_heads": 4, "n_kv_heads": 2, "hidden_size": 2048},
-    ),
-    "layers of two kinds": (
-        {**MEGATRON, "dp": 2, "dp_mode": "fsdp"},
-        {"recompute": "full", "recompute_layers": 5, "device": "cuda"},
-        {},
-    ),
-    "layers of two kinds in two stacks": (
-        {"micro_batches": 2},
+        {"family": "llama", "n_heads": 4, "n_kv_heads": 2, "hidden_size": 2048}),
+    "layers of two kinds": ({**MEGATRON, "dp": 2, "dp_mode": "fsdp"},
+        {"recompute": "full", "recompute_layers": 5, "device": "cuda"}, {}),
+    "layers of two kinds in two stacks": ({"micro_batches": 2},
         {"recompute": "except_attention", "recompute_layers": 4, "dtype": "bfloat16"},
-        {"family": "t5"},
-    ),
-    "attention is kept*": (
-        {"scheme": "megatron_2d", "rows": 2, "cols": 2, "dp": 2},
+        {"family": "t5"}),
+    "attention is kept*": ({"scheme": "megatron_2d", "rows": 2, "cols": 2, "dp": 2},
         {"recompute": "except_attention", "device": "cuda", "dtype": "bfloat16"},
-        {"family": "llama", "attention_dropout": 0.1},
-    ),
+        {"family": "llama", "attention_dropout": 0.1}),
     # A single micro-batch is the first and the last one, and the stages of a rank are equal.
-    "one micro-batch": (
-        {**MEGATRON, "pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2},
-        {"dtype": "bfloat16", "device": "cuda"},
-        {},
-    ),
+    "one micro-batch": ({**MEGATRON, "pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2},
+        {"dtype": "bfloat16", "device": "cuda"}, {}),
     "one micro-batch, fsdp": (
         {"pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2, "dp_mode": "fsdp"},
         {"dtype": "bfloat16", **FULL},
@@ -157,30 +136,18 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"device": "cuda"},
         {},
     ),
-    "both neighbors are one rank*": (
-        {"pp": 2, "micro_batches": 6, "stages_per_rank": 3},
-        {"device": "cuda"},
-        {"n_layers": 12},
-    ),
+    "both neighbors are one rank*": ({"pp": 2, "micro_batches": 6, "stages_per_rank": 3},
+        {"device": "cuda"}, {"n_layers": 12}),
     # Counters of dropout are copied before the first pass of a micro-batch.
-    "dropout, interleaved*": (
-        {"pp": 4, "micro_batches": 12, "stages_per_rank": 2},
-        {"device": "cuda"},
-        {"n_layers": 16, "dropout": 0.1},
-    ),
+    "dropout, interleaved*": ({"pp": 4, "micro_batches": 12, "stages_per_rank": 2},
+        {"device": "cuda"}, {"n_layers": 16, "dropout": 0.1}),
     # The last pass of each kind has begun to gather the first weights of the next one.
-    "gathered in advance*": (
-        {**OPTIMUS, "micro_batches": 12, "dp": 2, "dp_mode": "zero1"},
-        {"device": "cuda"},
-        {"family": "bert", "n_layers": 4},
-    ),
+    "gathered in advance*": ({**OPTIMUS, "micro_batches": 12, "dp": 2, "dp_mode": "zero1"},
+        {"device": "cuda"}, {"family": "bert", "n_layers": 4}),
     # The first pass of a stage adds to gradients of a parameter that T5's decoder shares.
-    "shared parameters": (
-        {"pp": 4, "micro_batches": 8, "stages_per_rank": 3},
-        {"device": "cuda"},
-        {"family": "t5", "n_layers": 6, "n_decoder_layers": 18},
-    ),
-}
+    "shared parameters": ({"pp": 4, "micro_batches": 8, "stages_per_rank": 3}, {"device": "cuda"},
+        {"family": "t5", "n_layers": 6, "n_decoder_layers": 18}),
+}  # fmt: skip
 
 
 def run_of(layout: dict[str, Any], train: dict[str, Any], model: dict[str, Any]) -> RunConfig:

@@ -29,18 +29,15 @@ from gridformer.train.saves import intact_checkpoint
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from gridformer.utils.errors import CheckpointError
-from tests.support.checkpoints import save_checkpoint
-
-MODEL = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
-CPU = torch.device("cpu")
+from tests.support.checkpoints import MODEL, flip_a_bit, save_checkpoint, save_model, small_run
 
 
 def a_run() -> RunConfig:
-    return parse_run({"model": MODEL, "data": {"path": "unused"}, "train": {"global_batch": 2}})
+    return small_run(global_batch=2)
 
 
 def a_model(run: RunConfig, seed: int) -> tuple[Model, Stepper]:
-    model = build_parallel(run.model, LayoutConfig(), Axes(), seed, CPU)
+    model = build_parallel(run.model, LayoutConfig(), Axes(), seed, torch.device("cpu"))
     return model, Stepper(model, run.train, Axes())
 
 
@@ -86,12 +83,6 @@ def test_a_save_does_not_read_what_it_has_written(
 
 def shard(folder: Path) -> Path:
     return next(folder.glob("*.safetensors"))
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 4
-    path.write_bytes(content)
 
 
 def name_a_file_outside(path: Path) -> None:
@@ -288,17 +279,9 @@ def test_every_setting_is_one_or_the_other(section: str, config: Any, alone: set
 
 
 def a_run_back(seq_len: int, restart: bool = False) -> RunConfig:
-    model = {"n_layers": 1, "hidden_size": 8, "n_heads": 2, "vocab_size": 11, "max_seq_len": 4}
-    data = {"path": "unused", "seq_len": seq_len, "restart": restart}
-    return parse_run({"model": model, "data": data, "train": {"global_batch": 2, "fallback": True}})
-
-
-def saved_back(out: Path, run: RunConfig, step: int, data_start: int) -> Path:
-    """Save random weights as a run would that has done so many steps."""
-    model = build_parallel(run.model, LayoutConfig(), Axes(), step, torch.device("cpu"))
-    updates = Stepper(model, run.train, Axes()).updates
-    updates.allocate(step)
-    return save_checkpoint(out, step, 0, run, model, updates, Axes(), data_start=data_start)
+    run = small_run(global_batch=2, fallback=True)
+    data = run.data.model_copy(update={"seq_len": seq_len, "restart": restart})
+    return run.model_copy(update={"data": data})
 
 
 def planned(out: Path, run: RunConfig) -> Plan:
@@ -309,23 +292,15 @@ def planned(out: Path, run: RunConfig) -> Plan:
     return Plan(run, out, found.folder, step, decide_run(run), data_start=start, older=found.older)
 
 
-def flip(folder: Path) -> None:
-    """Flip a bit of the weights."""
-    (path,) = folder.glob("*.safetensors")
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 4
-    path.write_bytes(content)
-
-
 def test_a_new_order_of_samples_begins_where_the_run_goes_on(tmp_path: Path) -> None:
     """The data change with `data.restart` after step 5, which is found damaged."""
-    saved_back(tmp_path, a_run_back(4), 3, data_start=0)
-    newest = saved_back(tmp_path, a_run_back(4), 5, data_start=0)
+    save_model(tmp_path, a_run_back(4), 3, 3, data_start=0)
+    newest = save_model(tmp_path, a_run_back(4), 5, 5, data_start=0)
     run = a_run_back(2, restart=True)
     plan, verified = intact_checkpoint(planned(tmp_path, run), Axes())
     assert (plan.resume_step, plan.data_start) == (5, 5)
     assert verified is not None
-    flip(newest)
+    flip_a_bit(shard(newest))
     plan, verified = intact_checkpoint(planned(tmp_path, run), Axes())
     assert (plan.resume_step, plan.data_start) == (3, 3)
     assert verified is not None
@@ -334,10 +309,10 @@ def test_a_new_order_of_samples_begins_where_the_run_goes_on(tmp_path: Path) -> 
 
 def test_an_older_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
     """The data have changed after step 3, and nothing says that they may do so once more."""
-    saved_back(tmp_path, a_run_back(4), 3, data_start=0)
-    newest = saved_back(tmp_path, a_run_back(2), 5, data_start=3)
+    save_model(tmp_path, a_run_back(4), 3, 3, data_start=0)
+    newest = save_model(tmp_path, a_run_back(2), 5, 5, data_start=3)
     plan, _ = intact_checkpoint(planned(tmp_path, a_run_back(2)), Axes())
     assert (plan.resume_step, plan.data_start) == (5, 3)
-    flip(newest)
+    flip_a_bit(shard(newest))
     with pytest.raises(CheckpointError, match=r"step-00000003 belongs to a run with other data"):
         intact_checkpoint(planned(tmp_path, a_run_back(2)), Axes())

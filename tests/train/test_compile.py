@@ -226,19 +226,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
         8,
     ),
     "D&SP": (BRANCHES, DROPS, {}, 6),
-    "D&SP-cSub, recomputed": (
-        {**BRANCHES, "common": "first"},
-        {"dropout": 0.1},
-        {"recompute": "full"},
-        6,
-    ),
-    "outside": (
-        {**BRANCHES, "common": "first", "attention": "outside", "feed_forward": "common"},
-        {},
-        {},
-        3,
-    ),
-}
+    "D&SP-cSub, recomputed": ({**BRANCHES, "common": "first"}, {"dropout": 0.1},
+        {"recompute": "full"}, 6),
+    "outside": ({**BRANCHES, "common": "first", "attention": "outside", "feed_forward": "common"},
+        {}, {}, 3),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", full_unless("sequence".__eq__, LAYOUTS))

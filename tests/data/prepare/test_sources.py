@@ -85,52 +85,37 @@ READ: dict[str, Any] = {
     "a folder in order": (TREE, ["."], {}, ["ay", "bee", "see"], {}),
     "suffixes": (TREE, ["."], {"suffixes": [".txt", "xyz"]}, ["bee", "dee"], {}),
     "a pattern": (TREE, ["**/*.[px]y*"], {}, ["see", "dee"], {}),
-    "bytes": (
-        {"t.txt": b"\xef\xbb\xbfcaf\xc3\xa9 \xff\r\n"},
-        *(["t.txt"], {}, ["café \ufffd\r\n"], {f"documents {DAMAGED}t.txt)": 1}),
-    ),
+    "bytes": ({"t.txt": b"\xef\xbb\xbfcaf\xc3\xa9 \xff\r\n"},
+        ["t.txt"], {}, ["café \ufffd\r\n"], {f"documents {DAMAGED}t.txt)": 1}),
     "not UTF-8": (
         {"a.txt": "good \ufffd", "b.txt": "äx".encode("latin-1"), "c.txt": b"cut off \xc3"},
-        *(["."], {}, ["good \ufffd", "\ufffdx", "cut off \ufffd"]),
+        ["."], {}, ["good \ufffd", "\ufffdx", "cut off \ufffd"],
         {f"documents {DAMAGED}b.txt)": 2},
     ),
     # The first chunk of the third looks like text, but nothing of the file may be read.
-    "binary": (
-        {"a.txt": "ok", "b.txt": b"\0", "c.txt": b"x" * reading._CHUNK + b"\0"},
-        *(["."], {}, ["ok"], {reading.BINARY: 2}),
-    ),
+    "binary": ({"a.txt": "ok", "b.txt": b"\0", "c.txt": b"x" * reading._CHUNK + b"\0"},
+        ["."], {}, ["ok"], {reading.BINARY: 2}),
     "compressed": ({"t.txt.gz": "squeezed"}, ["."], {}, ["squeezed"], {}),
     "JSON lines": ({"r.jsonl": LINES}, ["."], {}, ["one\nline", "two"], NO_TEXT),
-    "another key": (
-        *({"r.jsonl": LINES}, ["r.jsonl"], {"text_key": "body"}),
-        *(["1", "2", "3", "4"], {}),
-    ),
+    "another key": ({"r.jsonl": LINES}, ["r.jsonl"], {"text_key": "body"},
+        ["1", "2", "3", "4"], {}),
     "compressed lines": ({"r.jsonl.gz": LINES}, ["."], {}, ["one\nline", "two"], NO_TEXT),
     "lines that are not UTF-8": (
         {"t.jsonl": b'{"text": "a"}\n{"text": "\xe4"}\n{"text": "\xf6"}\n'},
-        *(["t.jsonl"], {}, ["a", "\ufffd", "\ufffd"], {f"lines {DAMAGED}t.jsonl, line 2)": 2}),
+        ["t.jsonl"], {}, ["a", "\ufffd", "\ufffd"], {f"lines {DAMAGED}t.jsonl, line 2)": 2},
     ),
     "pairs": ({"a.jsonl": lines(*PAIRS)}, ["a.jsonl"], EN_DE, FOUR, NO_PAIR),
     "only records": ({"a.jsonl": lines(*PAIRS), "a.txt": "x"}, ["."], EN_DE, FOUR, NO_PAIR),
-    "keys inside of keys": (
-        *({"a.jsonl": NESTED}, ["a.jsonl"]),
-        *({"pair_keys": ("translation.en", "translation.de")}, FOUR, NO_PAIR),
-    ),
-    "lines of two files": (
-        *(PARALLEL, ["train.en", "train.de.gz"], {"pair_files": True}),
-        ["a cat", "eine Katze", "two \u2028 lines", "zwei Zeilen", "end", "Ende"],
-        NO_PAIR,
-    ),
-    "catalogs and records": (
-        {"de.po": DUTCH["nl.po"], "a.jsonl": lines(*PAIRS)},
-        *(["gettext:de:.", "a.jsonl"], EN_DE),
-        *(["one two three four", "een twee drie vier", *FOUR], NO_PAIR),
-    ),
-    "labels": (
-        *({"a.jsonl": LABELED}, ["a.jsonl"], {"label_key": "stars"}, ["good", "bad"]),
-        {"records without a label": 1, "records without text": 1},
-    ),
-}
+    "keys inside of keys": ({"a.jsonl": NESTED}, ["a.jsonl"],
+        {"pair_keys": ("translation.en", "translation.de")}, FOUR, NO_PAIR),
+    "lines of two files": (PARALLEL, ["train.en", "train.de.gz"], {"pair_files": True},
+        ["a cat", "eine Katze", "two \u2028 lines", "zwei Zeilen", "end", "Ende"], NO_PAIR),
+    "catalogs and records": ({"de.po": DUTCH["nl.po"], "a.jsonl": lines(*PAIRS)},
+        ["gettext:de:.", "a.jsonl"], EN_DE,
+        ["one two three four", "een twee drie vier", *FOUR], NO_PAIR),
+    "labels": ({"a.jsonl": LABELED}, ["a.jsonl"], {"label_key": "stars"}, ["good", "bad"],
+        {"records without a label": 1, "records without text": 1}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READ)

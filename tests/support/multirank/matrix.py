@@ -48,14 +48,10 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Megatron": ({"scheme": "megatron", "cols": 2},) * 2,
     "Megatron, sequence parallel": ({"scheme": "megatron", "cols": 2, "sequence_parallel": True},)
     * 2,
-    "Megatron 2-D": (
-        {"scheme": "megatron_2d", "rows": 2, "cols": 2},
-        {"scheme": "megatron_2d", "rows": 2, "cols": 1},
-    ),
-    "Optimus": (
-        {"scheme": "optimus", "rows": 2, "cols": 2},
-        {"scheme": "optimus", "rows": 2, "cols": 1},
-    ),
+    "Megatron 2-D": ({"scheme": "megatron_2d", "rows": 2, "cols": 2},
+        {"scheme": "megatron_2d", "rows": 2, "cols": 1}),
+    "Optimus": ({"scheme": "optimus", "rows": 2, "cols": 2},
+        {"scheme": "optimus", "rows": 2, "cols": 1}),
     "D&SP": ({"scheme": "subgraph", "branches": 2},) * 2,
     "D&SP-cSub": ({"scheme": "subgraph", "branches": 2, "common": "first"},) * 2,
     # In cells with dropout, columns shard the sequence instead of the batch.
@@ -67,11 +63,9 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"scheme": "megatron_2d", "rows": 2, "cols": 2, "rows_over": "sequence"},
         {"scheme": "megatron_2d", "rows": 2, "cols": 1, "rows_over": "sequence"},
     ),
-    "Optimus, rows over s": (
-        {"scheme": "optimus", "rows": 2, "cols": 2, "rows_over": "sequence"},
-        {"scheme": "optimus", "rows": 2, "cols": 1, "rows_over": "sequence"},
-    ),
-}
+    "Optimus, rows over s": ({"scheme": "optimus", "rows": 2, "cols": 2, "rows_over": "sequence"},
+        {"scheme": "optimus", "rows": 2, "cols": 1, "rows_over": "sequence"}),
+}  # fmt: skip
 # Schemes and models added after the quick cells were chosen, in order.
 ADDED = ("Megatron 2-D", "Llama", "BERT, fine-tuned")
 # Models of which all parts but the heads are in other models, too. Few of their cells are quick.

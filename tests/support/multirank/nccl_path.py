@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import pytest
+
 from gridformer.comm import P2PChannel
 from gridformer.mesh import Axis, groups
 from gridformer.parallel.pipeline import executor
@@ -33,6 +35,10 @@ def on_nccl(
         patch.object(executor, "LOADING_RUNS", loading_runs),
     ):
         return function(*args, **kwargs)
+
+
+Over = tuple[Callable[..., Any], ...]  # before a function that a pool runs
+on_both_paths = pytest.mark.parametrize("over", [(), (on_nccl,)], ids=["gloo", "nccl"])
 
 
 def one_group_for_all_messages() -> AbstractContextManager[object]:
