@@ -299,6 +299,8 @@ class Life:
             return
         self._check_said(met, now.said()[before:], rank=rank, pid=pid)
         self.disk.free()
+        if met.fault.kind.settings:  # this start's only restart is used up
+            self._settings = ()
         if found := re.search(r"resumes from step (\d+)", met.said):
             met.resumed = int(found[1])
             met.lost = max(0, met.step - met.resumed)

@@ -186,6 +186,23 @@ def test_exit_code_of_a_run_that_fails_in_the_middle(
     assert str(error) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(FullDiskError(errno.EDQUOT, Path("runs/a/tensorboard")),
+      "this user's quota on the disk is used up: runs/a/tensorboard could not be written ("),
+     (OSError(errno.EMFILE, "Too many open files", "runs/a/lock"),
+      "too many open files: raise the limit, such as by `ulimit -n")],
+)  # fmt: skip
+def test_a_run_of_one_process_says_what_a_limit_means(
+    error: OSError, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its errors do not pass through a launcher."""
+    with pytest.raises(SystemExit) as ended, errors_as_sentences():
+        raise error
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
 GPU = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of "
     "which 12.75 MiB is free."

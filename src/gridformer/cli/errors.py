@@ -122,6 +122,10 @@ def errors_as_sentences() -> Iterator[None]:
 
 def _of_system(error: OSError) -> str:
     """Returns a sentence about an error of the operating system; empty if nothing explains it."""
+    from gridformer.launch.failures import cause_of
+
+    if meaning := cause_of(error):
+        return meaning
     reason = error.strerror or str(error)
     if error.filename is not None:
         return f"{error.filename!s}: {reason[:1].lower()}{reason[1:]}"
