@@ -83,6 +83,26 @@ def full_disk(
     monkeypatch.setattr(store.Draft, "writing", writing)
 
 
+def test_a_checkpoint_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a machine that loses its power then has one that is named and has not all of its bytes."""
+    synced: list[tuple[int, bool]] = []
+    fsync = os.fsync
+
+    def told(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_ino, bool(find.complete(tmp_path))))
+
+    monkeypatch.setattr(os, "fsync", told)
+    assert not saved(tmp_path, 1, Kept(3)).failure
+    (folder,) = find.complete(tmp_path)
+    *files, of_folder, of_parent = synced
+    assert {(path.stat().st_ino, False) for path in folder.iterdir()} <= {*files}
+    assert of_folder == (folder.stat().st_ino, False)
+    assert of_parent == (folder.parent.stat().st_ino, True)
+
+
 FULL = ["shard-00002", "shard-00001", "tokenizer.json", "checkpoint.json"]
 
 

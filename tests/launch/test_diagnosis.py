@@ -16,7 +16,7 @@ from gridformer.comm.progress_file import (
     WaitingMessage,
 )
 from gridformer.launch.hang import diagnose_hang
-from gridformer.launch.hang_report import RankReport, Verdict, ranks_in_words, reports
+from gridformer.launch.hang_report import RankReport, Verdict, all_ranks, ranks_in_words, reports
 from gridformer.mesh.axes import Axis
 
 SUM = Message("all_reduce", "col", "leave", 64)
@@ -171,6 +171,12 @@ def test_what_is_told_survives_the_way() -> None:
     one = rank(3, lane((1, 3), 8), lane((2, 3), 4, SEND, 2), waits=True, threads={"a": ("b",)})
     one = replace(one, neighbors=(rank(1, status="stopped"), RankReport(2, "dead")))
     assert reports().validate_json(reports().dump_json(one)) == one
+
+
+def test_what_a_rank_says_of_itself_counts_more_than_what_others_say() -> None:
+    dead = RankReport(2, "dead")
+    told = {0: replace(rank(0), neighbors=(rank(1, status="stopped"), dead)), 1: rank(1, moved=3)}
+    assert all_ranks(told, 4) == {**told, 2: dead, 3: RankReport(3, "silent")}
 
 
 def test_the_file_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

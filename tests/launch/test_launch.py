@@ -157,7 +157,8 @@ def test_a_user_error_is_its_message(start: Start, entrypoint: str) -> None:
     [
         (4, "cuda", 4, 4, ""),
         (0, "auto", 4, None, ""),
-        (0, "cpu", 16, None, ""),
+        (0, "cpu", 256, None, ""),
+        (0, "cpu", 257, None, "one machine with 1 cores starts at most 256"),
         (2, "cuda", 4, None, "4 processes on this machine and 2 GPUs: .* at most 2, or "),
         (0, "cuda", 1, None, "no GPU"),
         (0, "cpu", 4, 2, r"--nproc=2, but the layout needs 4 processes \(rows x cols x branches "),
@@ -169,6 +170,7 @@ def test_devices_suffice(
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("gridformer.mesh.process_group.n_cores", lambda: 1)
     found = check_devices(device, n, nproc)
     assert len(found) == bool(problem)
     assert re.search(problem, "".join(found)), found

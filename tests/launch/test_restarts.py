@@ -178,8 +178,9 @@ def test_a_run_counts_gpus_only_if_processes_do_not_share_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = wanted({"dp": 4})
-    run = run.model_copy(update={"train": run.train.model_copy(update={"device": "auto"})})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert elastic.processes_present(run) == 4, "it uses none of them"
+    run = run.model_copy(update={"train": run.train.model_copy(update={"device": "auto"})})
     assert elastic.processes_present(run) == 2
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert elastic.processes_present(run) == 4

@@ -208,7 +208,9 @@ def started(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_killed_process_leaves_a_folder_that_the_next_run_removes() -> None:
+def test_a_killed_process_leaves_a_folder_that_its_users_next_run_removes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with tempfile.TemporaryDirectory(prefix="t-") as short:
         folder = Path(short)
         ended, killed = started(folder), started(folder)
@@ -220,6 +222,9 @@ def test_a_killed_process_leaves_a_folder_that_the_next_run_removes() -> None:
         assert len([*folder.iterdir()]) == 1
         killed.send_signal(signal.SIGKILL)
         killed.communicate()
+        with monkeypatch.context() as other_user:
+            other_user.setattr(os, "getuid", lambda: -1)
+            remove_private_leftovers(folder)
         assert len([*folder.iterdir()]) == 1
         kept = [folder / f"gridformer-{name}" for name in (f"{killed.pid}.1-abc", "abc")]
         for path in kept:  # of a container that numbers its processes apart, and of a user

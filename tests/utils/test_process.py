@@ -6,12 +6,33 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from gridformer.utils import process
 from gridformer.utils.process import ALLOC_CONF, use_expandable_segments
 from tests.support.launch.programs import Start, finish
+
+
+@pytest.mark.parametrize(
+    ("limit", "free"), [("4096", 3072), ("1000000", 8192), ("max", 8192), (None, 8192)]
+)
+def test_a_container_has_what_its_limit_leaves(
+    limit: str | None, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {"meminfo": "MemTotal: 9 kB\nMemFree: 1 kB\nMemAvailable: 8 kB\n"}
+    if limit:
+        texts |= {"memory.max": f"{limit}\n", "memory.current": "1024\n"}
+
+    def read_text(path: Path) -> str:
+        if path.name not in texts:
+            raise FileNotFoundError(path)
+        return texts[path.name]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert process.free_memory() == free
+
 
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
