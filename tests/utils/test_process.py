@@ -192,10 +192,11 @@ def test_what_computes_too_long_is_stopped_and_what_waits_is_not() -> None:
     assert process.as_far_as([lambda: 1, lambda: 2, lambda: 3], float("inf")) == [1, 2, 3]
 
 
-def test_processor_time_counts_copies_that_have_ended() -> None:
+@pytest.mark.usefixtures("two_cores")
+def test_processor_time_counts_copies_that_have_ended_and_share_it() -> None:
     before, own = process.processor_s(), time.process_time()
-    assert process.as_far_as([compute], 0.3) == [None]
-    assert process.processor_s() - before > 0.2 > time.process_time() - own
+    assert process.as_far_as([compute, compute], 0.4) == [None, None]
+    assert 0.7 > process.processor_s() - before > 0.3 > time.process_time() - own
 
 
 @pytest.mark.usefixtures("two_cores")
