@@ -207,7 +207,7 @@ def _set(file: Path, key: str, value: Any) -> None:
 
 def _text(file: Path, text: str, after: bool) -> None:
     if file.is_file() and not file.is_symlink():
-        file.write_text(file.read_text() + text if after else text)
+        file.write_bytes((file.read_bytes() if after else b"") + text.encode())
 
 
 def _replace(file: Path, instead: str, value: Any) -> None:
