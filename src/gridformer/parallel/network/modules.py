@@ -159,20 +159,19 @@ class Openings:
 
     def __init__(self, boundary: Replicated | None, axes: Axes) -> None:
         self.members: list[Opening] = []
-        self.boundary, self.axes = boundary, axes
+        self.boundary, self.axes, self.joins = boundary, axes, axes.row.size > 1
         self._last: tuple[Tensor, object] | None = None
         self._results: dict[Opening, Tensor] = {}
 
     def add(self, member: Opening) -> None:
-        if not self.members and self.axes.row.size > 1:  # what is gathered ahead is the first one's
+        if not self.members and self.joins:  # what is gathered ahead is the first one's
             self._ahead = summa.GatheredWeight(self.axes.row, keeps=False)
             self._ahead.block = self._block
             vars(member)["gathered_weight"] = self._ahead
         self.members.append(member)
 
     def __call__(self, member: Opening, x: Tensor) -> Tensor:
-        joined = self.axes.row.size > 1
-        if self.boundary is None and not joined:
+        if not self.joins and (self.boundary is None or self.axes.col.size == 1):
             return linear(x, member.weight_IO(), member.bias)
         state = torch.is_grad_enabled(), autograd.version_of(x)
         same = self._last is not None and self._last[0] is x and self._last[1] == state
@@ -181,7 +180,7 @@ class Openings:
         result = self._results.pop(member)
         if not self._results:
             self._last = None  # frees what nobody reads any more
-        return result if joined else linear(result, member.weight_IO(), member.bias)
+        return result if self.joins else linear(result, member.weight_IO(), member.bias)
 
     def _compute(self, x: Tensor, n_in: int) -> dict[Opening, Tensor]:
         """Returns what products read or, if rows shard their weights, their results."""
@@ -191,7 +190,7 @@ class Openings:
         boundary = Replicated(axes.col)
         if isinstance(self.boundary, Sharded) and x.shape[-1] < n_in:
             boundary = self.boundary
-        if axes.row.size == 1:
+        if not self.joins:
             return dict.fromkeys(members, enter(x, boundary))
         biases = [member.bias for member in members if member.bias is not None]
         bias = side_by_side(biases, x.dtype) if len(biases) > 1 else (*biases, None)[0]
