@@ -19,12 +19,8 @@ def measured(case: Case, dp: float, other: float) -> dict[str, Any]:
             "title": variant.title,
             "seconds": [dp if variant.name == "dp" else other] * 3,
             "collectives": {"all_reduce": 2},
-            "messages": 8,
-            "moved": 3e6,
-            "moved_gradients": 1e6,
-            "parameters": 2 << 20,
-            "states": 8 << 20,
-            "peak": 16 << 20,
+            **{"messages": 8, "moved": 3e6, "moved_gradients": 1e6},
+            **{"parameters": 2 << 20, "states": 8 << 20, "peak": 16 << 20},
         }
         for variant in variants(case.processes)
     ]

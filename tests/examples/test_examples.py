@@ -63,21 +63,12 @@ def test_towers_on_any_processes(pool: WorkerPool) -> None:
     assert "rank 0: branches 0, 3 (50%)\n  rank 2: branches 1, 2, 4 (50%)\n" in found[2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("command", "score", "enough"),
     [
-        pytest.param(
-            "resnext_digits.py --processes 2 --epochs 4",
-            r"accuracy (\d+\.\d)%",
-            (85.0, 100.0),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            "two_towers.py --processes 2 --epochs 1",
-            r"held-out squared error (\S+)",
-            (0.0, 0.5),
-            marks=pytest.mark.full,
-        ),
+        ("resnext_digits.py --processes 2 --epochs 4", r"accuracy (\d+\.\d)%", (85.0, 100.0)),
+        ("two_towers.py --processes 2 --epochs 1", r"held-out squared error (\S+)", (0.0, 0.5)),
     ],
 )
 def test_from_the_command_line(command: str, score: str, enough: tuple[float, float]) -> None:

@@ -71,9 +71,12 @@ def test_exit_codes(codes: list[int], code: int) -> None:
 
 def test_the_others_are_stopped_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gridformer.launch.node._NOTICE_S", 0.2)
+    monkeypatch.setattr("gridformer.launch.node._END_S", 99.0)
+    began = time.monotonic()
     script = "import os, time; time.sleep(600 if os.environ['RANK'] == '1' else 0); exit(2)"
     environs = [*environments(Node(0, 1, "127.0.0.1", "1"), 2, os.environ)]
     assert run_node([sys.executable, "-c", script], environs) == 2
+    assert time.monotonic() - began < 90.0, "it was stopped when it had not noticed"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])

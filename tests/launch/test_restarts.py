@@ -1,6 +1,7 @@
 """Runs that go on after a failure: in new processes, and with another number of them."""
 
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,12 @@ def test_what_a_layout_becomes(layout: dict[str, Any], n: int, becomes: str, m: 
     assert found.layout.n_processes == n
     assert found.layout.micro_batches == m, "no micro-batch is larger than before"
     assert found.train == run.train, "the global batch and all else stay"
+
+
+def test_more_shards_are_preferred_to_fewer() -> None:
+    run = wanted({"scheme": "single", "dp": 2, "pp": 2, "micro_batches": 4}, global_batch=24)
+    found = [describe_layout(one.layout) for one in islice(layouts_for(run, 4), 3)]
+    assert found == ["dp=2, pp=2", "pp=4", "dp=4"]
 
 
 def test_some_processes_may_be_left_over(

@@ -1,5 +1,6 @@
 """RUNDIR/lock: one run at a time, its holder named, and a dead one's lock taken over."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -138,6 +139,27 @@ def test_a_stale_lock_is_not_confused_with_the_next_one(tmp_path: Path) -> None:
     path.unlink()
     assert not run_lock._take_over(path, "theirs", mine)
     assert left(tmp_path) == []
+
+
+def test_one_takes_over_after_the_other(tmp_path: Path) -> None:
+    path = written(tmp_path, began=1)
+    with ThreadPoolExecutor(1) as thread, path.open("rb") as stale:
+        fcntl.flock(stale, fcntl.LOCK_EX)
+        later = thread.submit(run_lock._take_over, path, "theirs", this_process())
+        time.sleep(0.2)
+        assert not later.done()
+        path.unlink()
+        written(tmp_path, token="of the first")
+        stale.close()
+        assert not later.result()
+    assert getattr(holder_of(tmp_path), "token", "") == "of the first"
+
+
+def test_the_lock_of_another_is_not_given_back(tmp_path: Path) -> None:
+    with RunLock() as lock:
+        lock.take(tmp_path)
+        written(tmp_path)
+    assert left(tmp_path) == [LOCK]
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:

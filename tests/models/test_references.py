@@ -289,12 +289,8 @@ def test_pre_norm_puts_a_norm_before_each_sub_layer_and_one_at_the_end() -> None
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"n_heads": 1},
-        {"head_dim": 16},
-        {"ffn_size": 80},
+        *({}, {"n_heads": 1}, {"head_dim": 16}, {"ffn_size": 80}, {"norm_eps": 0.1}),
         {"relative_buckets": 8, "relative_max_distance": 20},
-        {"norm_eps": 0.1},
     ],
     ids=str,
 )

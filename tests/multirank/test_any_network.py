@@ -82,10 +82,7 @@ class ViT(nn.Module):
 
 
 VIT_PLAN = {
-    "patches": "replicated",
-    "token": "replicated",
-    "places": "replicated",
-    "head": "replicated",
+    **dict.fromkeys(("patches", "token", "places", "head"), "replicated"),
     "blocks.*.attention": "heads: heads",
     "blocks.*.attention.[qkv]": "opening",
     "blocks.*.attention.norm": "summed",

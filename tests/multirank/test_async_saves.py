@@ -27,13 +27,8 @@ ZERO: dict[str, Any] = {"scheme": "single", "dp": 2, "dp_mode": "zero1"}
 OPTIMUS: dict[str, Any] = {"scheme": "optimus", "rows": 2, "cols": 2}
 Case = tuple[dict[str, Any], dict[str, Any]]
 CASES: list[Case] = [
-    (FSDP, IN_BACKWARD),
-    (ZERO, OFFLOAD),
-    (OPTIMUS, {}),
-    (FSDP, {}),
-    (ZERO, {}),
-    (OPTIMUS, OFFLOAD),
-    (OPTIMUS, IN_BACKWARD),
+    *((FSDP, IN_BACKWARD), (ZERO, OFFLOAD), (OPTIMUS, {}), (FSDP, {})),
+    *((ZERO, {}), (OPTIMUS, OFFLOAD), (OPTIMUS, IN_BACKWARD)),
     ({"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 2}, {}),
     ({"scheme": "single"}, {**IN_BACKWARD, **OFFLOAD}),
     ({"scheme": "single"}, {"dtype": "bfloat16"}),

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -154,16 +155,7 @@ def compare_in_parts(hides: bool, late: bool, *args: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("name", "model", "recompute"),
-    full_unless(
-        QUICK.__contains__,
-        [
-            (name, model, again)
-            for name in LAYOUTS
-            for model in MODELS
-            for again in ("none", "full")
-        ],
-        unpack=True,
-    ),
+    full_unless(QUICK.__contains__, [*product(LAYOUTS, MODELS, ("none", "full"))], unpack=True),
 )
 def test_equals_one_device(pool: WorkerPool, name: str, model: str, recompute: str) -> None:
     layout = LAYOUTS[name]

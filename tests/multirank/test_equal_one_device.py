@@ -321,19 +321,10 @@ QUICK_PIPED: list[tuple[Layout, str]] = [
     (pipe(2, 3, **BRANCHES, common="first"), "bert"),
 ]
 PIPED_SCHEMES: list[Layout] = [
-    {},
-    {"dp": 2},
-    MEGATRON,
-    {**MEGATRON, "dp": 2},
-    SHORT_LINE,
-    WEIGHTS_TOO,
-    SQUARE,
-    FAMILY_LAYOUTS["panels"],
+    *({}, {"dp": 2}, MEGATRON, {**MEGATRON, "dp": 2}),
+    *(SHORT_LINE, WEIGHTS_TOO, SQUARE, FAMILY_LAYOUTS["panels"]),
     {**SQUARE, "schedule": "gather", "keep_gathered": "all"},
-    BRANCHES,
-    {**BRANCHES, **OUTSIDE},
-    {**BRANCHES, "dp": 2},
-    {**BRANCHES, "common": "first"},
+    *(BRANCHES, {**BRANCHES, **OUTSIDE}, {**BRANCHES, "dp": 2}, {**BRANCHES, "common": "first"}),
     {**BRANCHES, **OUTSIDE, "common": "first"},
     {**BRANCHES, "common": "first", "dp": 2, "order": "contiguous"},
 ]

@@ -96,17 +96,10 @@ def planned(
     if not data.exists():
         examples(name, root, Tokenizer.load(imported / family))
     values = [
-        f"model={MODELS[family]}",
-        *LABELS.get(name, ()),
-        f"data.path={data}",
-        f"data.seq_len={SEQ}",
-        f"train.init_from={imported / family}",
-        "train.epochs=1",
-        "train.global_batch=8",
-        "train.lr=1e-3",
-        "train.dtype=float64",
-        "train.device=cpu",
-        *overrides,
+        *(f"model={MODELS[family]}", *LABELS.get(name, ())),
+        *(f"data.path={data}", f"data.seq_len={SEQ}", f"train.init_from={imported / family}"),
+        *("train.epochs=1", "train.global_batch=8", "train.lr=1e-3"),
+        *("train.dtype=float64", "train.device=cpu", *overrides),
     ]
     return plan_run(name, values, out=root / out)
 

@@ -76,25 +76,17 @@ def test_quick_cases_show_something_of_everything(quick: list[tuple[int, Case]])
     Some networks are so narrow that a device's shard has a width of one.
     """
     legs = [leg for _, case in quick for leg in case.legs]
-    words: dict[str, type[Any]] = {
-        "model.family": ModelConfig,
-        "layout.scheme": LayoutConfig,
-        "layout.dp_mode": LayoutConfig,
-        "layout.gradient_sync": LayoutConfig,
-        "layout.common": LayoutConfig,
-        "layout.attention": LayoutConfig,
-        "layout.feed_forward": LayoutConfig,
-        "train.recompute": TrainConfig,
-        "train.update": TrainConfig,
-        "train.offload": TrainConfig,
-        "train.clip_by": TrainConfig,
-        "train.compile": TrainConfig,
+    words: dict[str, tuple[type[Any], str]] = {
+        "model": (ModelConfig, "family"),
+        "layout": (LayoutConfig, "scheme dp_mode gradient_sync common attention feed_forward"),
+        "train": (TrainConfig, "recompute update offload clip_by compile"),
     }
-    for key, schema in words.items():
-        section, name = key.split(".")
-        seen = {getattr(getattr(leg, section), name) for leg in legs}
-        drawn_whole = {"network"} if key == "model.family" else set()
-        assert seen == {*values_of(key, schema.model_fields[name]), *drawn_whole}, key
+    for section, (schema, names) in words.items():
+        for name in names.split():
+            seen = {getattr(getattr(leg, section), name) for leg in legs}
+            drawn_whole = {"network"} if name == "family" else set()
+            every = values_of(f"{section}.{name}", schema.model_fields[name])
+            assert seen == {*every, *drawn_whole}, name
     assert {leg.task for leg in legs} >= {*FINE_TUNING}
     assert {leg.layout.pp for leg in legs} >= {1, 2, 3}
     assert any(leg.layout.stages_per_rank > 1 for leg in legs)

@@ -10,18 +10,10 @@ import torch
 
 torch.set_num_threads(1)
 for name in (
-    "pytest",
-    "hypothesis",
-    "matplotlib.pyplot",
-    "safetensors",
-    "torch.testing._internal.distributed.fake_pg",
-    "torch.utils.tensorboard",
-    "gridformer.cli.app",
-    "gridformer.launch.run",
-    "benchmarks.memory.measure",
-    "gridformer.record.rank",
-    "tests.support.fake_gpu",
-    "tests.support.multirank.exactness",
+    *("pytest", "hypothesis", "matplotlib.pyplot", "safetensors"),
+    *("torch.testing._internal.distributed.fake_pg", "torch.utils.tensorboard"),
+    *("gridformer.cli.app", "gridformer.launch.run", "benchmarks.memory.measure"),
+    *("gridformer.record.rank", "tests.support.fake_gpu", "tests.support.multirank.exactness"),
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
 ):

@@ -136,6 +136,8 @@ def test_only_a_full_device_is_called_full(tmp_path: Path) -> None:
     with pytest.raises(PermissionError), writing(tmp_path):
         raise PermissionError(errno.EACCES, "no")
     assert not is_full(PermissionError(errno.EACCES, "no"))
+    with pytest.raises(OSError, match=r"Input/output error: .*/a'$"), writing(tmp_path / "a"):
+        raise OSError(errno.EIO, "")
 
 
 def write(target: Path, text: str) -> Path:

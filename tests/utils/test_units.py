@@ -8,15 +8,9 @@ from gridformer.utils.units import GIB, MIB, format_bytes, format_count, format_
 @pytest.mark.parametrize(
     ("n_bytes", "text"),
     [
-        (0, "0 bytes"),
-        (1, "1 byte"),
-        (MIB // 64, "16,384 bytes"),
-        (MIB - 0.25, "1,048,576 bytes"),
-        (MIB, "1 MiB"),
-        (1.5 * MIB, "1.5 MiB"),
-        (1000 * MIB, "1,000 MiB"),
-        (GIB, "1 GiB"),
-        (998.4 * GIB, "998 GiB"),
+        *((0, "0 bytes"), (1, "1 byte"), (MIB // 64, "16,384 bytes")),
+        *((MIB - 0.25, "1,048,576 bytes"), (MIB, "1 MiB"), (1.5 * MIB, "1.5 MiB")),
+        *((1000 * MIB, "1,000 MiB"), (GIB, "1 GiB"), (998.4 * GIB, "998 GiB")),
         (12345 * GIB, "12,345 GiB"),
     ],
 )

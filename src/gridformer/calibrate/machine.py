@@ -27,6 +27,7 @@ from gridformer.launch import launch
 from gridformer.mesh.axes import Axis
 from gridformer.mesh.process_group import World, close_process_groups, init_process_groups
 from gridformer.utils.errors import UserError
+from gridformer.utils.files import write_text
 from gridformer.utils.process import free_memory, n_cores
 from gridformer.utils.units import GIB
 
@@ -261,7 +262,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
             lines.append(f"  {name}:  # {', '.join(row_type._fields)}")
             lines += [f"    - [{', '.join(map(_text, row))}]" for row in tables[name]]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_HEAD + head + "\n".join(lines) + "\n", encoding="utf-8")
+    write_text(path, _HEAD + head + "\n".join(lines) + "\n")
 
 
 def _text(value: Any) -> str:

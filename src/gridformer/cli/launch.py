@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from gridformer.utils.errors import ConfigError, UserError
-from gridformer.utils.files import check_output
+from gridformer.utils.files import check_output, write_text
 
 JobKind = StrEnum("JobKind", ["SLURM", "KUBERNETES", "TORCHRUN"])
 
@@ -134,4 +134,4 @@ def launch(
     if out is None:
         typer.echo(text, nl=False)
     else:
-        out.write_text(text, encoding="utf-8")
+        write_text(out, text)

@@ -10,7 +10,7 @@ import typer
 
 from gridformer.cli.shared import AsJson, Overrides, RunFile, Seconds, time_limit, waiting
 from gridformer.utils.errors import UserError, require
-from gridformer.utils.files import check_output
+from gridformer.utils.files import check_output, write_text
 from gridformer.utils.process import last_work
 from gridformer.utils.units import GIB
 
@@ -200,7 +200,7 @@ def predict(
         )
     prediction.warnings[:0] = notes
     if trace is not None:
-        trace.write_text(json.dumps(prediction.chrome_trace()), encoding="utf-8")
+        write_text(trace, json.dumps(prediction.chrome_trace()))
     if as_json:
         typer.echo(json.dumps(prediction.to_json(), indent=1))
         return

@@ -23,6 +23,7 @@ from gridformer.plan.prediction import doubts
 from gridformer.plan.replay import Interval
 from gridformer.plan.search import MemoryKind, PlannedLayout, Result, Search
 from gridformer.plan.show import print_result, unlisted
+from gridformer.utils.files import write_text
 from gridformer.utils.page import ABOVE, document, figure, figure_place, stacked_bars
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def write_plan_page(
     body = [f"<h1>{html.escape(title)}</h1>", note]
     body += [f"<h2>{heading}</h2>\n{section}" for heading, section in sections.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(document(title, "\n".join(body), figures, _STYLE), encoding="utf-8")
+    write_text(path, document(title, "\n".join(body), figures, _STYLE))
 
 
 def _sections(

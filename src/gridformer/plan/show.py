@@ -17,6 +17,7 @@ from gridformer.parallel.registry import describe_layout
 from gridformer.plan.advice import Advice, in_words, limit_of
 from gridformer.plan.prediction import Prediction, doubts, sureness
 from gridformer.plan.search import REPLICAS, PlannedLayout, Result, sharding
+from gridformer.utils.files import write_text
 
 LEAST = 5e-4  # kinds that take less than this fraction of a step are not printed
 EXPLAINED = 3  # layouts whose reasons the command prints besides those that were asked for
@@ -333,4 +334,4 @@ def write_run(one: PlannedLayout, path: Path, how: str) -> None:
         lines.append(f"# Set data.path={NO_DATA} to a folder that `gridformer prepare` wrote.")
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump({"name": run.name, **values}, sort_keys=False)
-    path.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")
+    write_text(path, "\n".join(lines) + "\n" + text)

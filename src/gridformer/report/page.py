@@ -18,6 +18,7 @@ from gridformer.report.estimates import Estimates
 from gridformer.report.reading import RunReading, Sample, marks_of, settings_table
 from gridformer.report.steptrace import PurposeTraffic, StepTimeline, read_timeline
 from gridformer.report.summary import summary
+from gridformer.utils.files import write_text
 from gridformer.utils.page import document, figure_place, stacked_bars
 from gridformer.utils.units import byte_unit, format_bytes, three_digits
 
@@ -66,7 +67,7 @@ def write_report_page(
     path.parent.mkdir(parents=True, exist_ok=True)
     text = document(title, "\n".join(filter(None, sections)), drawn, _STYLE)
     # A name of a file may have bytes that are not UTF-8.
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    write_text(path, text, "backslashreplace")
 
 
 def _text(value: object) -> str:

@@ -187,7 +187,7 @@ def is_full(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def writing(path: Path, n_bytes: int = 0) -> Iterator[None]:
-    """Lets a full disk inside the block raise an error that names the file, as the system's do not.
+    """Lets errors of writing inside the block name the file, as the system's do not.
 
     Args:
         path: The file that is written.
@@ -195,13 +195,22 @@ def writing(path: Path, n_bytes: int = 0) -> Iterator[None]:
 
     Raises:
         FullDiskError: There is no space left.
+        OSError: Something else failed.
     """
     try:
         yield
     except OSError as error:
+        if not is_full(error) and error.errno and error.filename is None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
         if isinstance(error, FullDiskError) or not is_full(error):
             raise
         raise FullDiskError(error.errno or errno.ENOSPC, path, n_bytes) from None
+
+
+def write_text(path: Path, text: str, errors: str = "strict") -> None:
+    """Writes a text file in UTF-8, whose name is in every error."""
+    with writing(path):
+        path.write_text(text, encoding="utf-8", errors=errors)
 
 
 def leave_to_callers() -> None:
