@@ -1,8 +1,6 @@
 """`gridformer calibrate` with tiny cases, on one process and on two."""
 
 import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -23,20 +21,15 @@ from gridformer.cluster.file import load_cluster
 from gridformer.cluster.messages import MessageWork, message_s
 from gridformer.mesh.axes import Axis
 from gridformer.utils.errors import UserError
+from tests.support.commands import gridformer_alone
 
 
 def test_a_calibrated_machine_is_a_cluster_file_with_times_that_are_positive(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "machine.yaml"
-    command = [sys.executable, "-m", "gridformer", "calibrate", "--quick", "--processes", "1,2"]
-    done = subprocess.run(
-        [*command, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+    words = ["calibrate", "--quick", "--processes", "1,2", "--out", out]
+    done = gridformer_alone(*words, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     assert "not measured" not in done.stderr
     cluster = load_cluster(out)

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from gridformer.cli.shared import time_limit
+from tests.support.commands import gridformer_alone
 from tests.support.large import WORDS
 from tests.support.launch.programs import ROOT
 
@@ -68,7 +69,6 @@ def test_errors_in_time_are_those_of_the_block() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("command", ["check", "memory"])
 def test_gpt_175b_on_4096_ranks_takes_less_than_the_limit(command: str) -> None:
-    words = [sys.executable, "-m", "gridformer", command, *WORDS]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = gridformer_alone(command, *WORDS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("gpt-175b on optimus 8x8, dp=4, pp=16")

@@ -4,8 +4,6 @@ import contextlib
 import io
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from examples import own_model, resnext_digits, two_towers
-from tests.support.commands import called_here
+from tests.support.commands import called_here, python_alone
 from tests.support.launch.programs import ROOT, TORCHRUN
 from tests.support.multirank.pool import WorkerPool
 
@@ -73,12 +71,7 @@ def test_towers_on_any_processes(pool: WorkerPool) -> None:
 )
 def test_from_the_command_line(command: str, score: str, enough: tuple[float, float]) -> None:
     script, *options = command.split()
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / script, *options],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = python_alone(ROOT / "examples" / script, *options)
     assert (done.returncode, done.stderr) == (0, "")
     found = re.search(score, done.stdout)
     assert found, done.stdout
@@ -92,7 +85,7 @@ def test_the_script_of_the_how_to_is_complete(tmp_path: Path) -> None:
     many, one = tmp_path / "many.py", tmp_path / "one.py"
     many.write_text(script.replace("PROCESSES = 4", "PROCESSES = 2"), encoding="utf-8")
     one.write_text(script.replace("PROCESSES = 4", "PROCESSES = 1"), encoding="utf-8")
-    done = subprocess.run([sys.executable, many], capture_output=True, text=True, timeout=250)
+    done = python_alone(many)
     assert (done.returncode, done.stderr) == (0, "")
     with contextlib.redirect_stdout(io.StringIO()) as here:
         runpy.run_path(str(one), run_name="__main__")
@@ -119,8 +112,7 @@ def test_own_model(pool: WorkerPool, torchrun: bool) -> None:
     for layout in (["scheme=megatron", "cols=2"], ["dp=2", "dp_mode=fsdp"]):
         words = [*layout, "--steps", "20"]
         if torchrun:
-            command = [sys.executable, *TORCHRUN, "2", str(ROOT / "examples/own_model.py"), *words]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            done = python_alone(*TORCHRUN, "2", ROOT / "examples/own_model.py", *words)
             assert done.returncode == 0, done.stderr
         said = done.stdout if torchrun else pool.run(2, of_own_model, *words)[0]
         printed.append([float(x) for x in re.findall(r"step +\d+  loss ([\d.]+)", said)])

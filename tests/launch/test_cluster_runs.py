@@ -23,7 +23,7 @@ from gridformer.checkpoint.manifest import read_manifest, verify_checkpoint
 from gridformer.train.heartbeat import health_of
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import CheckpointError
-from tests.support.commands import gridformer_here
+from tests.support.commands import gridformer_here, python_alone
 from tests.support.launch.programs import ROOT
 from tests.support.launch.slurm import Slurm, slurm
 
@@ -59,10 +59,7 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 
 def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    return python_alone("-m", "torch.distributed.run", *words, cwd=ROOT, timeout=LIMIT_S)
 
 
 def test_a_killed_worker_is_restarted(token_folder: Path, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from gridformer.parallel.auto.decisions import decide_run
 from gridformer.record import Place
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import ConfigError, UserError
-from tests.support.commands import gridformer_here
+from tests.support.commands import gridformer_here, python_alone
 from tests.support.fake_gpu import InProcess
 from tests.support.multirank.memory import a_run
 from tests.support.multirank.nccl_path import one_group_for_all_messages
@@ -43,7 +41,7 @@ except Exception as error:
 
 
 def test_a_refusal_loads_no_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    done = python_alone("-c", SCRIPT)
     assert done.stdout == "ConfigError False\n", done.stderr
 
 

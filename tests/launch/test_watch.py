@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -27,6 +26,7 @@ from gridformer.launch.failures import answered
 from gridformer.launch.hang_report import module_of, stack_of
 from gridformer.launch.watch import HangBoard, HangWatch, asks_s
 from gridformer.mesh import Axes, Axis
+from tests.support.commands import python_alone
 
 TIMEOUT_S = 0.2
 RUN: dict[str, Any] = {
@@ -201,9 +201,7 @@ def test_a_process_that_ends_for_a_peer_says_so(tmp_path: Path) -> None:
     """)
     error_file = tmp_path / "error.json"
     environ = {**os.environ, "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(error_file)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environ, check=False
-    )
+    done = python_alone("-c", script, env=environ)
     assert done.returncode == 1
     assert "rank 1 ends because rank 3 on b has failed" in done.stdout + done.stderr
     assert '"caused_by_peer": true' in error_file.read_text()

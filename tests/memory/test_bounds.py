@@ -1,8 +1,6 @@
 """Bounds of a run's memory that need no step: refusals at once, and only of what cannot fit."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from gridformer.memory.quick import states_of, total_states
 from gridformer.memory.room import Room, beyond_saving
 from gridformer.models import count_parameters
 from gridformer.utils.units import GIB
+from tests.support.commands import python_alone
 from tests.support.multirank.memory import a_run
 
 WIDE = {"hidden_size": 96, "n_layers": 4, "vocab_size": 64, "max_seq_len": 16}
@@ -76,8 +75,7 @@ def test_a_model_far_too_large_is_refused_without_torch(token_folder: Path, tmp_
         "except ConfigError as error:\n"
         "    print(error, 'torch' in sys.modules)\n"
     )
-    command = [sys.executable, "-c", program, str(path)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = python_alone("-c", program, path)
     assert found.stdout.endswith(" False\n"), found
     states = re.search(r"would hold (\d+) GiB of parameters, gradients and optim", found.stdout)
     assert states is not None

@@ -1,7 +1,5 @@
 """Predictions from traces: what kernels are recorded, and that what is left out changes nothing."""
 
-import subprocess
-import sys
 import textwrap
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +18,7 @@ from gridformer.plan.prediction import Prediction
 from gridformer.record import Kernel, trace_rank
 from gridformer.record.device import Backend
 from gridformer.train.flops import StepFlops
-from tests.support.commands import gridformer_here
+from tests.support.commands import gridformer_here, python_alone
 from tests.support.fake_gpu import InProcess
 from tests.support.marks import full_unless
 from tests.support.multirank.memory import a_run
@@ -220,9 +218,7 @@ def test_copies_record_a_part_of_the_steps(fails: bool) -> None:
             print(*ranks)
     assert found[0] == found[1] == found[2], found
     """
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
-    )
+    ran = python_alone("-c", textwrap.dedent(script))
     assert ran.returncode == 0, ran.stderr
     beside_copies, alone, _ = (sorted(line.split()) for line in ran.stdout.splitlines())
     assert len(alone) == 3

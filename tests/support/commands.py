@@ -51,10 +51,16 @@ def called_here(function: Callable[[], None], *argv: str | Path) -> Done:
     return Done(argv, code, out.getvalue(), err.getvalue())
 
 
-def gridformer_alone(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def python_alone(*words: str | Path, **options: Any) -> Done:
+    """Run `python WORDS` in a process of its own."""
+    command = [sys.executable, *map(str, words)]
+    options = {"timeout": 240, **options}
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def gridformer_alone(*words: str | Path, **options: Any) -> Done:
     """Run `gridformer WORDS` in a process of its own, as a user does."""
-    command = [sys.executable, "-m", "gridformer", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
+    return python_alone("-m", "gridformer", *words, **options)
 
 
 def write_run(path: Path, data: Path | str, n_layers: int = 1, **sections: dict[str, Any]) -> Path:

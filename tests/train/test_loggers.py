@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,6 +26,7 @@ from gridformer.train.callbacks import Callback, RunEnd, RunStart
 from gridformer.train.loggers import missing_packages, open_loggers
 from gridformer.train.metrics import METRICS, read_metrics
 from gridformer.utils.errors import ConfigError
+from tests.support.commands import python_alone
 
 RUN = {
     "name": "mine",
@@ -313,13 +313,8 @@ def start(logger: str, data: Path, tmp_path: Path, killed_in: int) -> Path:
     }
     file, out = tmp_path / "mine.yaml", tmp_path / "runs" / "mine"
     file.write_text(json.dumps(sections))
-    done = subprocess.run(
-        [sys.executable, tmp_path / "run.py", file, out, str(killed_in)],
-        env={**env, "WANDB_MODE": "offline"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = tmp_path / "run.py", file, out, str(killed_in)
+    done = python_alone(*words, env={**env, "WANDB_MODE": "offline"})
     assert "nothing more is sent" not in done.stdout + done.stderr, done.stdout + done.stderr
     assert (done.returncode == 0) == (killed_in > STEPS), done.stderr
     return out

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gridformer.utils import process
+from gridformer.utils import process, signals
 from gridformer.utils.process import ALLOC_CONF, use_expandable_segments
+from tests.support.commands import gridformer_alone, python_alone
 from tests.support.launch.programs import Start, finish
 
 
@@ -105,14 +106,7 @@ def test_threads_sleep_while_they_wait(chosen: dict[str, str], policy: str) -> N
     environ = {
         k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "gridformer", "generate", "nowhere"],
-        env=environ | TELL | chosen,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    done = gridformer_alone("generate", "nowhere", env=environ | TELL | chosen)
     assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr, done.stderr
 
 
@@ -228,10 +222,23 @@ def test_more_signals_give_no_more_time() -> None:
 
     A process that still runs after 400 signals, for 20 seconds or more, exits with code 3.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=150, check=False
-    )
+    done = python_alone("-c", STUCK)
     assert done.returncode == 143, done.stderr
     assert done.stderr == "gridformer: SIGTERM, but the step did not end within 1 s: " + (
         "no new checkpoint\n"
     )
+
+
+def test_saves_are_told_when_the_first_begins_and_the_last_ends() -> None:
+    told: list[bool] = []
+    stop = signals.install(signals.StopPolicy())
+    try:
+        stop.on_hold = told.append
+        stop.hold()
+        stop.hold()
+        stop.release()
+        assert told == [True]
+        stop.release()
+        assert told == [True, False]
+    finally:
+        stop.uninstall()
