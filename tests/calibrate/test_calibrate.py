@@ -28,8 +28,8 @@ def test_a_calibrated_machine_is_a_cluster_file_with_times_that_are_positive(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "machine.yaml"
-    words = ["calibrate", "--quick", "--processes", "1,2", "--out", out]
-    done = gridformer_alone(*words, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    words = ["calibrate", "--quick", "--processes", "1,2", "--out"]
+    done = gridformer_alone(*words, out, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     assert "not measured" not in done.stderr
     cluster = load_cluster(out)
