@@ -1,6 +1,7 @@
 """The end of a process with its parent, the allocator's settings, threads, copies, stop signals."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -240,5 +241,24 @@ def test_saves_are_told_when_the_first_begins_and_the_last_ends() -> None:
         assert told == [True]
         stop.release()
         assert told == [True, False]
+    finally:
+        stop.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("signum", "again_after_s", "ended"),
+    [(signal.SIGINT, 0.0, [130]), (signal.SIGINT, 60.0, []), (signal.SIGTERM, 0.0, [])],
+)
+def test_a_second_interrupt_ends_a_process_unless_it_is_the_first_passed_on(
+    signum: signal.Signals, again_after_s: float, ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(signals, "end_process", codes.append)
+    stop = signals.install(signals.StopPolicy(again_after_s=again_after_s))
+    try:
+        stop._arrived(signum)
+        assert codes == []
+        stop._arrived(signum)
+        assert codes == ended
     finally:
         stop.uninstall()
