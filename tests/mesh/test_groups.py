@@ -97,6 +97,8 @@ def calls_of(layout: LayoutConfig, rank: int) -> list[Call]:
         assert time.process_time() - began < LIMIT_S
         for name in ("pp", "dp", "row", "col", "branch"):
             assert axes[name].size == 1 or axes[name].ranks[axes[name].index] == rank
+        if axes.pp.index in (ends := (0, layout.pp - 1)):
+            assert axes.holders(ends).ranks[axes.holders(ends).index] == rank
     return calls
 
 
