@@ -18,17 +18,8 @@ import torch.distributed as dist
 
 from gridformer.mesh.gpus import gpus_are_shared
 from tests.support.marks import full_unless
+from tests.support.multirank import matrix
 from tests.support.multirank.exactness import compare, worst_of
-from tests.support.multirank.matrix import (
-    CELLS,
-    QUICK,
-    QUICK_ON_NCCL,
-    QUICK_STEPS,
-    SETTINGS,
-    Cell,
-    n_of,
-    refusal,
-)
 from tests.support.multirank.pool import MAX_RANKS, WorkerPool
 
 N_GPUS = torch.cuda.device_count() if dist.is_nccl_available() else 0
@@ -38,9 +29,9 @@ if N_GPUS and gpus_are_shared():
 
 def cells(n_gpus: int) -> list[Any]:
     """Return the cells that these GPUs can run, and a skipped case that counts the others."""
-    possible = [cell for cell in sorted(CELLS, key=n_of) if not refusal(cell)]
-    here = [cell for cell in possible if n_of(cell) <= n_gpus] if n_gpus > 1 else []
-    params = full_unless((QUICK | QUICK_ON_NCCL).__contains__, here)
+    possible = [cell for cell in sorted(matrix.CELLS, key=matrix.n_of) if not matrix.refusal(cell)]
+    here = [cell for cell in possible if matrix.n_of(cell) <= n_gpus] if n_gpus > 1 else []
+    params = full_unless((matrix.QUICK | matrix.QUICK_ON_NCCL).__contains__, here)
     if len(here) < len(possible):
         why = "no cell runs on fewer than 2" if n_gpus < 2 else "they need more"
         left = f"{len(possible) - len(here)} of {len(possible)} cells of the exactness matrix"
@@ -58,9 +49,9 @@ def gpus() -> Iterator[WorkerPool]:
 
 
 @pytest.mark.parametrize("cell", cells(N_GPUS), ids=lambda cell: cell.title)
-def test_equals_one_gpu(gpus: WorkerPool, cell: Cell) -> None:
-    how = cell.layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents, cell.task
-    worst_of(gpus.run(n_of(cell), compare, *how))
+def test_equals_one_gpu(gpus: WorkerPool, cell: matrix.Cell) -> None:
+    how = cell.layout, cell.config, matrix.SETTINGS, matrix.QUICK_STEPS, cell.documents, cell.task
+    worst_of(gpus.run(matrix.n_of(cell), compare, *how))
 
 
 def test_cells_that_do_not_run_are_counted() -> None:

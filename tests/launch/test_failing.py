@@ -29,16 +29,7 @@ from gridformer.launch.failures import Failure, cause_of, kill_cause, oom_kills,
 from gridformer.utils.errors import DataError, DivergedError, SaveError
 from gridformer.utils.files import FullDiskError
 from gridformer.utils.signals import StopPolicy, StopRequest
-from tests.support.launch.programs import (
-    LIMIT_S,
-    ROOT,
-    TORCHRUN,
-    Start,
-    assert_gone,
-    finish,
-    starting,
-    wait_for,
-)
+from tests.support.launch import programs
 
 FAILING = "hanging:one_fails_in_training"
 PIDS = ["pid0", "pid1", "pid2"]
@@ -49,11 +40,11 @@ Ended = tuple[float, int, str]
 def ends(folder: Path, *before: str) -> Ended:
     """Return how soon after rank 1 raised all processes were gone, the exit code and the errors."""
     folder.mkdir()
-    with starting(folder) as start:
+    with programs.starting(folder) as start:
         process = start(FAILING, 3, *before)
-        pids = wait_for(folder, PIDS, process)
-        code, _, err = finish(process)
-        assert_gone(pids)
+        pids = programs.wait_for(folder, PIDS, process)
+        code, _, err = programs.finish(process)
+        programs.assert_gone(pids)
         seconds = time.time() - float((folder / "raised1").read_text())
     assert not list(folder.glob("left*")), "the group was left while peers were in collectives"
     return seconds, code, err
@@ -81,7 +72,7 @@ def test_a_rank_that_fails_reports_before_it_leaves(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_reports_to_torchrun(tmp_path: Path) -> None:
-    code, err = ends_soon(tmp_path, *TORCHRUN, "3")
+    code, err = ends_soon(tmp_path, *programs.TORCHRUN, "3")
     assert code == 1
     _, _, cause = err.rpartition("Root Cause (first observed failure)")
     assert "rank      : 1 (local_rank: 1)" in cause, err
@@ -253,16 +244,16 @@ def test_a_failed_save_is_told_by_the_rank_that_knows_why(report: Report) -> Non
         ("with_too_many_files", "too many open files: raise the limit, such as by `ulimit -n"),
     ],
 )
-def test_the_rank_that_meets_a_limit_says_so(start: Start, name: str, said: str) -> None:
-    code, _, err = finish(start(f"{name}", 3))
+def test_the_rank_that_meets_a_limit_says_so(start: programs.Start, name: str, said: str) -> None:
+    code, _, err = programs.finish(start(f"{name}", 3))
     assert code == 1
     (line,) = err.splitlines()
     assert line.startswith(f"rank 1 failed: {said}")
 
 
-def test_a_report_that_cannot_be_written_is_printed(start: Start, tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_printed(start: programs.Start, tmp_path: Path) -> None:
     """As where TMPDIR has become full."""
-    code, _, err = finish(start("with_a_full_folder", 2))
+    code, _, err = programs.finish(start("with_a_full_folder", 2))
     assert code == 1
     assert "Traceback" not in err
     assert "rank 1 failed: the disk is full: /dev/full could not be written (" in err
@@ -280,9 +271,9 @@ def test_a_file_that_may_not_be_large_enough_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_innocent_ranks_show_no_traceback(start: Start) -> None:
+def test_innocent_ranks_show_no_traceback(start: programs.Start) -> None:
     """As torchrun and srun show what all ranks print."""
-    code, _, err = finish(start("with_a_full_disk", 3, *TORCHRUN, "3"))
+    code, _, err = programs.finish(start("with_a_full_disk", 3, *programs.TORCHRUN, "3"))
     assert code == 1
     before, _, cause = err.rpartition("Root Cause (first observed failure)")
     assert "rank      : 1 (local_rank: 1)" in cause
@@ -293,7 +284,7 @@ def test_innocent_ranks_show_no_traceback(start: Start) -> None:
 
 def test_this_needs_no_torch() -> None:
     code = "import sys, gridformer.launch.failures; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=programs.ROOT, check=True)
 
 
 def counters(root: Path, version: int, kills: int, of_all: int) -> dict[Path, int]:
@@ -347,7 +338,7 @@ def group() -> Iterator[Path]:
         folder.rmdir()
         pytest.skip("no control group can be limited here")
     yield folder
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + programs.LIMIT_S
     while (folder / "cgroup.procs").read_text():  # what the run leaves ends a moment later
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -355,8 +346,8 @@ def group() -> Iterator[Path]:
 
 
 @pytest.mark.full
-def test_the_kernels_killer_is_named(start: Start, group: Path) -> None:
-    code, _, err = finish(start("needing_memory", 3, env={"CONTROL_GROUP": str(group)}))
+def test_the_kernels_killer_is_named(start: programs.Start, group: Path) -> None:
+    code, _, err = programs.finish(start("needing_memory", 3, env={"CONTROL_GROUP": str(group)}))
     assert code == 1, err
     said = err.strip().splitlines()[-1]
     assert re.match(r"rank 1 \(pid \d+\) was killed by signal 9 \(SIGKILL\) ", said), err
@@ -366,8 +357,8 @@ def test_the_kernels_killer_is_named(start: Start, group: Path) -> None:
 
 
 @pytest.mark.full
-def test_memory_that_is_refused_is_named(start: Start) -> None:
-    code, _, err = finish(start("needing_memory", 3, env={"MORE_BYTES": str(512 << 20)}))
+def test_memory_that_is_refused_is_named(start: programs.Start) -> None:
+    code, _, err = programs.finish(start("needing_memory", 3, env={"MORE_BYTES": str(512 << 20)}))
     assert code == 1, err
     assert err.startswith("rank 1 failed: the memory of this machine, or what this process may "), (
         err

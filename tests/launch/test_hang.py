@@ -22,36 +22,26 @@ from gridformer.launch.watch import UseWatch
 from gridformer.train.metrics import read_metrics
 from tests.support.checkpoints import save_model
 from tests.support.commands import gridformer_here
+from tests.support.launch import programs
 from tests.support.launch.hanging import TIMEOUT_S
-from tests.support.launch.programs import (
-    LIMIT_S,
-    ROOT,
-    TORCHRUN,
-    Start,
-    assert_gone,
-    finish,
-    pid_of,
-    processes,
-    wait_for,
-)
 
 
 def hangs(
-    start: Start, folder: Path, name: str, n: int, *before: str
+    start: programs.Start, folder: Path, name: str, n: int, *before: str
 ) -> tuple[str, dict[str, Any]]:
     """Run what hangs. Returns the end of standard error, and the report in the run directory."""
     process = start(f"hanging:{name}", n, *before)
-    pids = wait_for(folder, [f"pid{rank}" for rank in range(n)], process)
-    code, _, err = finish(process)
+    pids = programs.wait_for(folder, [f"pid{rank}" for rank in range(n)], process)
+    code, _, err = programs.finish(process)
     assert code == 1, err
-    assert_gone(pids)
+    programs.assert_gone(pids)
     (path,) = folder.glob("hang-*.json")
     report = json.loads(path.read_text())
     assert "\n".join(report["report"]) in err
     return err, report
 
 
-def test_a_stopped_rank_is_named(start: Start, tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named(start: programs.Start, tmp_path: Path) -> None:
     err, report = hangs(start, tmp_path, "stopped", 3)
     assert (report["kind"], report["culprits"]) == ("stopped", [1])
     assert (sorted(report["arrived"]), report["missing"]) == ([0, 2], [1])
@@ -91,7 +81,7 @@ HANGS: dict[str, tuple[str, list[int], list[str]]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", HANGS)
-def test_why_a_run_hangs(start: Start, tmp_path: Path, name: str) -> None:
+def test_why_a_run_hangs(start: programs.Start, tmp_path: Path, name: str) -> None:
     err, report = hangs(start, tmp_path, name, 2)
     kind, culprits, phrases = HANGS[name]
     assert (report["kind"], sorted(report["culprits"])) == (kind, culprits)
@@ -101,8 +91,10 @@ def test_why_a_run_hangs(start: Start, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "kind"), [("stopped", "stopped"), ("slow", "slow")])
-def test_a_hang_under_torchrun_is_named(start: Start, tmp_path: Path, name: str, kind: str) -> None:
-    err, report = hangs(start, tmp_path, name, 2, *TORCHRUN, "2")
+def test_a_hang_under_torchrun_is_named(
+    start: programs.Start, tmp_path: Path, name: str, kind: str
+) -> None:
+    err, report = hangs(start, tmp_path, name, 2, *programs.TORCHRUN, "2")
     assert (report["kind"], report["culprits"]) == (kind, [1])
     _, _, cause = err.rpartition("Root Cause (first observed failure)")
     assert "rank      : 0 (local_rank: 0)" in cause
@@ -128,22 +120,22 @@ def with_a_stopped_rank(
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "gridformer", *words],
-            cwd=ROOT,
+            cwd=programs.ROOT,
             stdout=subprocess.DEVNULL,
             stderr=said,
             start_new_session=True,
         )
         try:
-            until = time.monotonic() + LIMIT_S
-            while not begun() or (pid := pid_of(process.pid, 1)) is None:
+            until = time.monotonic() + programs.LIMIT_S
+            while not begun() or (pid := programs.pid_of(process.pid, 1)) is None:
                 assert process.poll() is None, (folder / "said").read_text()
                 assert time.monotonic() < until
                 time.sleep(0.05)
             time.sleep(1.0)  # mostly it has begun by now; if not it is named all the same
             os.kill(pid, signal.SIGSTOP)
-            code = process.wait(LIMIT_S)
+            code = process.wait(programs.LIMIT_S)
         finally:
-            for entry in processes(process.pid):
+            for entry in programs.processes(process.pid):
                 os.kill(int(entry.name), signal.SIGKILL)
     return code, (folder / "said").read_text(), pid
 

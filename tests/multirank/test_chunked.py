@@ -29,16 +29,7 @@ from gridformer.parallel.tensor.linear import GridLinear
 from gridformer.parallel.tensor.summa import gathered_weights_scope
 from tests.support.marks import full_unless
 from tests.support.memory_log import MemoryLog
-from tests.support.multirank.exactness import (
-    CPU,
-    axes_of,
-    batch_of,
-    batches_of,
-    built,
-    compare,
-    tiny,
-    worst_of,
-)
+from tests.support.multirank import exactness
 from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import MODELS, SETTINGS
 from tests.support.multirank.memory import a_run, agrees_of, measured
@@ -148,7 +139,7 @@ def compare_in_parts(hides: bool, late: bool, *args: Any) -> dict[str, float]:
         return replace(rules._each(choices, cut), late_gradients=late)
 
     with patch.object(rules, "_chunked", in_three), patch.object(summa.Gathered, "chunks", watched):
-        found = compare(*args)
+        found = exactness.compare(*args)
     assert any(len(each) == 3 for each in cuts)
     return found
 
@@ -167,7 +158,7 @@ def test_equals_one_device(pool: WorkerPool, name: str, model: str, recompute: s
     hides = late or name.startswith("hidden")
     of_rank = (compare_in_parts, hides, late, layout, config, settings, STEPS)
     nccl = (on_nccl,) if (name, recompute) in OVER_NCCL else ()
-    worst_of(pool.run(n, *nccl, *of_rank))
+    exactness.worst_of(pool.run(n, *nccl, *of_rank))
 
 
 # --------------------------------------------------- volumes
@@ -178,15 +169,17 @@ def model_in_parts(
 ) -> tuple[Model, Choices]:
     with parts_of(n_bytes):
         chosen = decide(config, layout, Work(tokens=B * S, sequences=B))
-    return build_parallel(config, layout, axes_of(layout), 1, CPU, choices=chosen), chosen
+    return build_parallel(
+        config, layout, exactness.axes_of(layout), 1, exactness.CPU, choices=chosen
+    ), chosen
 
 
 def one_layer(layout: dict[str, Any], n_bytes: int) -> tuple[Volume, Volume, Choices]:
     plan, found = LayoutConfig(**layout), []
     for n_layers in (2, 1):
-        model, chosen = model_in_parts(plan, tiny(n_layers=n_layers), n_bytes)
-        axes = axes_of(plan)
-        part = batch_of(0, CONFIG, B).chunk(axes.batch.size)[axes.batch.index]
+        model, chosen = model_in_parts(plan, exactness.tiny(n_layers=n_layers), n_bytes)
+        axes = exactness.axes_of(plan)
+        part = exactness.batch_of(0, CONFIG, B).chunk(axes.batch.size)[axes.batch.index]
         with gathered_weights_scope(model):
             with record_messages() as forward:
                 loss = model.loss_sum(part[:, :-1], part[:, 1:])
@@ -244,8 +237,8 @@ def weight_gradient(dtype: str, n_bytes: int) -> torch.Tensor:
     layout = LayoutConfig(**GRID)
     with parts_of(n_bytes):
         chosen = decide(CONFIG, layout, Work(tokens=B * S, sequences=B))
-    axes = axes_of(layout)
-    model = build_parallel(CONFIG, layout, axes, 1, CPU, choices=chosen)
+    axes = exactness.axes_of(layout)
+    model = build_parallel(CONFIG, layout, axes, 1, exactness.CPU, choices=chosen)
     linear = next(m for m in model.modules() if isinstance(m, GridLinear) and m.output_stationary)
     n_chunks = getattr(linear.schedule, "n_chunks", 1)
     assert (n_chunks > 8) == (n_bytes < 1 << 20)
@@ -271,7 +264,7 @@ def test_chunks_are_accumulated_as_precisely_as_one_product(pool: WorkerPool) ->
 
 
 ROWS, S_LOSS, V = 16, 24, 960
-WIDE = tiny(n_layers=1, vocab_size=V, hidden_size=12, n_heads=4)
+WIDE = exactness.tiny(n_layers=1, vocab_size=V, hidden_size=12, n_heads=4)
 H = WIDE.hidden_size
 OPTIMUS: Layout = {"scheme": "optimus", "rows": 2, "cols": 2, "keep_gathered": "none"}
 LOSSES: dict[str, Layout] = {
@@ -291,13 +284,13 @@ def loss(layout: Layout, tokens: int) -> tuple[int, int, Counter[tuple[str, str]
     Returns the largest tensor it makes and its peak increase, both in bytes, and the elements moved
     by axis and collective.
     """
-    model, axes, _ = built(layout, WIDE)
+    model, axes, _ = exactness.built(layout, WIDE)
     model.train()
     model.loss_chunk_tokens = tokens
     rows = slice(
         axes.row.index * ROWS // axes.row.size, (axes.row.index + 1) * ROWS // axes.row.size
     )
-    batch = {key: value[rows] for key, value in batches_of(0, WIDE, ROWS).items()}
+    batch = {key: value[rows] for key, value in exactness.batches_of(0, WIDE, ROWS).items()}
     with gathered_weights_scope(model), MemoryLog() as tracker, record_messages() as recorder:
         tracker.mark([*model.parameters(), *batch.values()], "before")
         hidden = model.hidden(batch).detach().requires_grad_()

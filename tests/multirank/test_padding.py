@@ -22,16 +22,7 @@ from gridformer.parallel.tensor.summa import gathered_weights_scope
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import next_words
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import (
-    CPU,
-    TRAIN,
-    assert_equal_one_device,
-    axes_of,
-    batch_of,
-    batches_of,
-    built,
-    tiny,
-)
+from tests.support.multirank import exactness
 from tests.support.multirank.layouts import Layout, name_of
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.volumes import B, S, agrees, passes, predicted, volume_of
@@ -74,18 +65,20 @@ def overhang(parameter: Tensor) -> Tensor:
 
 
 def config_of(vocab_size: int) -> ModelConfig:
-    return tiny(n_layers=1, vocab_size=vocab_size, max_seq_len=13 if vocab_size == 97 else 24)
+    return exactness.tiny(
+        n_layers=1, vocab_size=vocab_size, max_seq_len=13 if vocab_size == 97 else 24
+    )
 
 
 def train_and_look(layout: LayoutConfig, vocab_size: int) -> int:
     """Train, check that padding is zero in values, gradients and moments, and return its size."""
     config = config_of(vocab_size)
-    axes = axes_of(layout)
-    model = build_parallel(config, layout, axes, 1, CPU, FAST.dtype)
+    axes = exactness.axes_of(layout)
+    model = build_parallel(config, layout, axes, 1, exactness.CPU, FAST.dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     stepper = Stepper(model, FAST, axes)
     for step in range(N_STEPS):
-        batch = batch_of(step, config, FAST.global_batch)
+        batch = exactness.batch_of(step, config, FAST.global_batch)
         stepper(step, lambda rows, batch=batch: next_words(batch[rows]))  # type: ignore[misc]
     n_padding = 0
     for name, parameter in model.named_parameters():
@@ -115,7 +108,7 @@ def test_padding_stays_zero(pool: WorkerPool, layout: dict[str, Any], vocab_size
 
 def loss_and_gradient(cols: int, vocab_size: int, padded: int, dtype: torch.dtype) -> None:
     """Padded logits are huge or NaN; loss and gradient must not depend on them."""
-    axes = axes_of(LayoutConfig(scheme="megatron", cols=cols))
+    axes = exactness.axes_of(LayoutConfig(scheme="megatron", cols=cols))
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(2, 4, vocab_size, generator=generator)).to(dtype).double()
     targets = torch.randint(0, vocab_size, (2, 4), generator=generator)
@@ -164,9 +157,9 @@ def loss_with_columns(
         multiple: To which the rows of the table's copy are rounded up; 0 leaves it as it is.
     """
     torch.set_num_threads(1)
-    plan, config = LayoutConfig(**layout), tiny(family="bert", n_layers=1)
-    axes, widths = axes_of(plan), []
-    model = build_parallel(config, plan, axes, 1, CPU, "bfloat16").train()
+    plan, config = LayoutConfig(**layout), exactness.tiny(family="bert", n_layers=1)
+    axes, widths = exactness.axes_of(plan), []
+    model = build_parallel(config, plan, axes, 1, exactness.CPU, "bfloat16").train()
     model.loss_chunk_tokens = tokens
     copy = copy_of(model.tokens.weight)
     assert copy is not None
@@ -174,7 +167,7 @@ def loss_with_columns(
     model.loss.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[-1]))
     size = 12 // axes.row.size
     rows = slice(axes.row.index * size, (axes.row.index + 1) * size)
-    batch = {key: value[rows] for key, value in batches_of(0, config, 12).items()}
+    batch = {key: value[rows] for key, value in exactness.batches_of(0, config, 12).items()}
     with gathered_weights_scope(model):
         loss = model.losses(batch)["tokens"]
         loss.backward()
@@ -258,8 +251,8 @@ def test_equals_one_device(
 ) -> None:
     if train.get("update") == "in_backward":
         train = {"clip_by": "layer", **train}
-    settings = {**TRAIN, "global_batch": 16, "dtype": "float64", **train}
-    assert_equal_one_device(pool, layout, {**LLAMA, "n_kv_heads": heads}, settings)
+    settings = {**exactness.TRAIN, "global_batch": 16, "dtype": "float64", **train}
+    exactness.assert_equal_one_device(pool, layout, {**LLAMA, "n_kv_heads": heads}, settings)
 
 
 def test_every_query_reads_its_head_of_keys() -> None:
@@ -282,10 +275,10 @@ def test_every_query_reads_its_head_of_keys() -> None:
 
 def what_a_rank_owns(layout: Layout, model: dict[str, Any]) -> tuple[dict[str, int], int]:
     """Return the elements that this rank owns, by name, and those of all that it holds."""
-    config = tiny(**model)
-    cut, axes, plan = built(layout, config)
+    config = exactness.tiny(**model)
+    cut, axes, plan = exactness.built(layout, config)
     stepper = Stepper(cut, TrainConfig(global_batch=B), axes, plan)
-    stepper(0, lambda rows: {k: x[rows] for k, x in batches_of(0, config, B).items()})
+    stepper(0, lambda rows: {k: x[rows] for k, x in exactness.batches_of(0, config, B).items()})
     return {name: p.numel() for name, p in owned(cut)}, sum(p.numel() for p in cut.parameters())
 
 
@@ -311,7 +304,7 @@ def test_each_element_has_one_owner(pool: WorkerPool) -> None:
 def one_layer(layout: Layout, model: dict[str, Any]) -> Any:
     """Return the volumes of the products of one layer, forward and backward."""
     plan = LayoutConfig(**layout)
-    two, one = (passes(plan, tiny(**{**model, "n_layers": n})) for n in (2, 1))
+    two, one = (passes(plan, exactness.tiny(**{**model, "n_layers": n})) for n in (2, 1))
     pairs = zip(two, one)
     return [volume_of(a, "product").minus(volume_of(b, "product")) for a, b in pairs]
 
@@ -336,7 +329,7 @@ def test_a_joined_product_sends_what_one_product_sends(
     """Its input enters the section once, and all its weights are one message."""
     plan = LayoutConfig(**layout)
     model = {**LLAMA, "n_kv_heads": heads, "max_seq_len": S, "qk_norm": False}
-    said = predicted(decide(tiny(**model), plan, Work(tokens=B * S)))
+    said = predicted(decide(exactness.tiny(**model), plan, Work(tokens=B * S)))
     for found in pool.run(plan.n_processes, one_layer, layout, model):
         for counted, wanted in zip(found, said):
             agrees(counted, wanted)

@@ -15,25 +15,14 @@ from typer.testing import CliRunner
 
 from gridformer.cli.app import app
 from gridformer.config import configs_dir
+from gridformer.utils import files
 from gridformer.utils.errors import UserError
-from gridformer.utils.files import (
-    FullDiskError,
-    begin_folder,
-    check_output,
-    finish_folder,
-    hidden_folder,
-    is_full,
-    remove_folder,
-    remove_leftovers,
-    remove_private_leftovers,
-    writing,
-)
 from tests.support.commands import gridformer_here
 from tests.support.launch.programs import ROOT
 
 
 def test_a_file_in_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    check_output("--out", tmp_path / "a" / "b" / "new.yaml")
+    files.check_output("--out", tmp_path / "a" / "b" / "new.yaml")
     (tmp_path / "a" / "b" / "new.yaml").write_text("")  # as the command would
 
 
@@ -54,7 +43,7 @@ def test_what_could_not_be_written(
     os.mkfifo("pipe")
     Path("file").write_text("kept")
     with pytest.raises(UserError) as refused:
-        check_output("--emit", Path(path))
+        files.check_output("--emit", Path(path))
     assert str(refused.value).startswith(f"--emit {path}: ")
     assert says in str(refused.value)
     assert Path("file").read_text() == "kept"
@@ -65,9 +54,9 @@ def test_what_is_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Path("in.yaml").write_text("kept")
     Path("linked.yaml").symlink_to("in.yaml")
     for inputs in (["no-such-name", "in.yaml"], ["", "linked.yaml"]):
-        check_output("--emit", Path("out.yaml"), inputs)
+        files.check_output("--emit", Path("out.yaml"), inputs)
         with pytest.raises(UserError, match=r"--emit in\.yaml: is an input of this command"):
-            check_output("--emit", Path("./in.yaml"), inputs)
+            files.check_output("--emit", Path("./in.yaml"), inputs)
 
 
 @pytest.mark.parametrize(
@@ -120,29 +109,32 @@ def test_commands_look_at_it_first(words: str, monkeypatch: pytest.MonkeyPatch) 
 def test_a_full_disk_names_file_need_and_free_space(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for number, words in ((errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "quota")):
-        with pytest.raises(FullDiskError) as raised, writing(path, 5 << 20):
+        with pytest.raises(files.FullDiskError) as raised, files.writing(path, 5 << 20):
             raise OSError(number, os.strerror(number))  # as `write` raises it, without a name
         text = str(raised.value)
         assert words in text
         assert f"{path} could not be written (5 MiB were to be written, " in text
         assert text.endswith(" are free there)")
-        assert is_full(raised.value)
+        assert files.is_full(raised.value)
 
 
 def test_only_a_full_device_is_called_full(tmp_path: Path) -> None:
     full = Path("/dev/full")
-    with pytest.raises(FullDiskError, match="/dev/full could not be written"), writing(full):
+    with (
+        pytest.raises(files.FullDiskError, match="/dev/full could not be written"),
+        files.writing(full),
+    ):
         full.write_text("x")
-    with pytest.raises(PermissionError), writing(tmp_path):
+    with pytest.raises(PermissionError), files.writing(tmp_path):
         raise PermissionError(errno.EACCES, "no")
-    assert not is_full(PermissionError(errno.EACCES, "no"))
-    with pytest.raises(OSError, match=r"Input/output error: .*/a'$"), writing(tmp_path / "a"):
+    assert not files.is_full(PermissionError(errno.EACCES, "no"))
+    with pytest.raises(OSError, match=r"Input/output error: .*/a'$"), files.writing(tmp_path / "a"):
         raise OSError(errno.EIO, "")
 
 
 def write(target: Path, text: str) -> Path:
-    hidden = hidden_folder(target)
-    begin_folder(hidden)
+    hidden = files.hidden_folder(target)
+    files.begin_folder(hidden)
     (hidden / "file").write_text(text)
     return hidden
 
@@ -151,10 +143,10 @@ def test_a_folder_gets_its_name_once_complete(tmp_path: Path) -> None:
     target = tmp_path / "new" / "folder"
     hidden = write(target, "one")
     assert not target.exists()
-    finish_folder(hidden, target)
+    files.finish_folder(hidden, target)
     assert (target / "file").read_text() == "one"
-    (hidden_folder(target) / "leftover").mkdir(parents=True)
-    finish_folder(write(target, "two"), target)
+    (files.hidden_folder(target) / "leftover").mkdir(parents=True)
+    files.finish_folder(write(target, "two"), target)
     assert (target / "file").read_text() == "two"
     assert [path.name for path in target.iterdir()] == ["file"]
     assert [path.name for path in target.parent.iterdir()] == ["folder"]
@@ -162,7 +154,7 @@ def test_a_folder_gets_its_name_once_complete(tmp_path: Path) -> None:
 
 def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, rename = tmp_path / "folder", Path.rename
-    finish_folder(write(target, "old"), target)
+    files.finish_folder(write(target, "old"), target)
     hidden = write(target, "new")
 
     def fails_for_new(path: Path, to: Path) -> Path:
@@ -172,16 +164,16 @@ def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Path, "rename", fails_for_new)
     with pytest.raises(OSError, match="no"):
-        finish_folder(hidden, target)
+        files.finish_folder(hidden, target)
     assert (target / "file").read_text() == "old"
 
 
 def test_removed_folders_leave_nothing(tmp_path: Path) -> None:
     target = tmp_path / "folder"
-    finish_folder(write(target, "old"), target)
+    files.finish_folder(write(target, "old"), target)
     (tmp_path / ".deleting-other").mkdir()
-    remove_folder(target)
-    remove_leftovers(tmp_path)
+    files.remove_folder(target)
+    files.remove_leftovers(tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
@@ -218,7 +210,7 @@ def test_a_killed_process_leaves_a_folder_that_its_users_next_run_removes(
         ended, killed = started(folder), started(folder)
         names = [path.name for path in folder.iterdir()]
         assert len(names) == 2, names
-        remove_private_leftovers(folder)
+        files.remove_private_leftovers(folder)
         assert len([*folder.iterdir()]) == 2, "their processes run"
         ended.communicate("\n")
         assert len([*folder.iterdir()]) == 1
@@ -226,12 +218,12 @@ def test_a_killed_process_leaves_a_folder_that_its_users_next_run_removes(
         killed.communicate()
         with monkeypatch.context() as other_user:
             other_user.setattr(os, "getuid", lambda: -1)
-            remove_private_leftovers(folder)
+            files.remove_private_leftovers(folder)
         assert len([*folder.iterdir()]) == 1
         kept = [folder / f"gridformer-{name}" for name in (f"{killed.pid}.1-abc", "abc")]
         for path in kept:  # of a container that numbers its processes apart, and of a user
             path.mkdir()
-        remove_private_leftovers(folder)
+        files.remove_private_leftovers(folder)
         assert sorted(folder.iterdir()) == sorted(kept)
 
 
@@ -244,5 +236,5 @@ def test_sockets_are_in_tmp_where_the_path_of_a_folder_is_too_long() -> None:
         (folder,) = Path("/tmp").glob(f"gridformer-{process.pid}.*")
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        remove_private_leftovers()
+        files.remove_private_leftovers()
         assert not folder.exists()

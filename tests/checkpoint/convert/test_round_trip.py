@@ -23,14 +23,7 @@ from gridformer.evaluate.loading import load_model
 from gridformer.utils.errors import ConfigError
 from tests.support.data import counting_split
 from tests.support.marks import full_unless
-from tests.support.reference.folders import (
-    opened_by_them,
-    our_logits,
-    ours,
-    save,
-    their_logits,
-    tokenizer,
-)
+from tests.support.reference import folders
 from tests.support.reference.shared import (
     CONFIGS,
     assert_close,
@@ -73,23 +66,23 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_there_and_back(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Import from shards, export in shards, open there, and import again."""
     theirs = pair(kind, **changes)[1]
-    folder = save(theirs, tmp_path / "theirs", sharded=True)
+    folder = folders.save(theirs, tmp_path / "theirs", sharded=True)
     assert (folder / INDEX).is_file()
     done = import_folder(folder, tmp_path / "run")
     assert done.model_type == kind
     for key, value in changes.items():
         assert key == "n_kv_heads" or getattr(done.run.model, key) == value
-    model = ours(tmp_path / "run")
-    assert_close(our_logits(model), their_logits(theirs, model))
+    model = folders.ours(tmp_path / "run")
+    assert_close(folders.our_logits(model), folders.their_logits(theirs, model))
 
     back = tmp_path / "back"
     told = export_run(tmp_path / "run", back, shard_gib=40e3 / 2**30)
     assert told.n_files == len(list(back.glob("*.safetensors"))) > 1
     same_bits(tensors(back), tensors(folder))
-    again = opened_by_them(back)
+    again = folders.opened_by_them(back)
     assert type(again) is type(theirs)
     same_bits(dict(again.named_parameters()), dict(theirs.named_parameters()))
-    assert_close(their_logits(again, model), their_logits(theirs, model))
+    assert_close(folders.their_logits(again, model), folders.their_logits(theirs, model))
 
     import_folder(back, tmp_path / "second")
     same_bits(*(tensors(find.newest(tmp_path / name)) for name in ("second", "run")))
@@ -117,28 +110,28 @@ TYPES = [("bfloat16", "keep"), ("float16", "float32"), ("float32", "bfloat16")]
 @pytest.mark.parametrize(("stored", "dtype"), TYPES)
 def test_types_are_kept_or_converted(stored: str, dtype: Any, tmp_path: Path) -> None:
     want = getattr(torch, stored if dtype == "keep" else dtype)
-    folder = save(pair("gpt2")[1].to(getattr(torch, stored)), tmp_path / "theirs")
+    folder = folders.save(pair("gpt2")[1].to(getattr(torch, stored)), tmp_path / "theirs")
     import_folder(folder, tmp_path / "run", dtype)
     export_run(tmp_path / "run", tmp_path / "back")
     converted = {name: value.to(want) for name, value in tensors(folder).items()}
     same_bits(tensors(tmp_path / "back"), converted)
-    assert opened_by_them(tmp_path / "back").dtype == want
+    assert folders.opened_by_them(tmp_path / "back").dtype == want
 
 
 def test_names_of_a_bare_model_and_harmless_buffers_are_understood(tmp_path: Path) -> None:
     """The published GPT-2 files have no `transformer.` before names, and hold masks."""
     theirs = pair("gpt2")[1]
-    folder = save(theirs, tmp_path / "theirs")
+    folder = folders.save(theirs, tmp_path / "theirs")
     bare = {name.removeprefix("transformer."): value for name, value in tensors(folder).items()}
     bare |= {f"h.{i}.attn.bias": torch.ones(1, 1, 32, 32).tril() for i in range(3)}
     save_file(bare, folder / "model.safetensors")
     import_folder(folder, tmp_path / "run")
-    model = ours(tmp_path / "run")
-    assert_close(our_logits(model), their_logits(theirs, model))
+    model = folders.ours(tmp_path / "run")
+    assert_close(folders.our_logits(model), folders.their_logits(theirs, model))
 
 
 def test_bert_without_the_pair_branch(tmp_path: Path) -> None:
-    save(transformers.BertForMaskedLM(pair("bert")[1].config), tmp_path / "theirs")
+    folders.save(transformers.BertForMaskedLM(pair("bert")[1].config), tmp_path / "theirs")
     done = import_folder(tmp_path / "theirs", tmp_path / "run")
     assert not done.run.model.sentence_pair
     assert export_run(tmp_path / "run", tmp_path / "back").architecture == "BertForMaskedLM"
@@ -151,7 +144,7 @@ def test_a_sentence_that_follows_is_their_label_0(tmp_path: Path) -> None:
     The samples are ours, of a text in which token i is i, so that they show whether B follows.
     """
     theirs = pair("bert")[1]
-    import_folder(save(theirs, tmp_path / "theirs"), tmp_path / "run")
+    import_folder(folders.save(theirs, tmp_path / "theirs"), tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "back")
     split = counting_split(200)
     special = SpecialIds(0, 200, 201, 202, 203, 0, (), 204, 200, frozenset())
@@ -164,7 +157,7 @@ def test_a_sentence_that_follows_is_their_label_0(tmp_path: Path) -> None:
         first_of_b = int(b.nonzero()[0])
         label.append(int(text[first_of_b] != text[first_of_b - 2] + 1))
     assert {*label} == {0, 1}
-    model = ours(tmp_path / "run")
+    model = folders.ours(tmp_path / "run")
     given = {"input_ids": batch["tokens"], "token_type_ids": batch["segments"]}
     with torch.no_grad():
         got = model.losses(batch)["pair"] / 16
@@ -176,7 +169,7 @@ def test_a_sentence_that_follows_is_their_label_0(tmp_path: Path) -> None:
 def test_token_ids_and_tokenizer_come_back(tmp_path: Path) -> None:
     theirs = pair("gpt2")[1]
     theirs.config.eos_token_id = 0
-    folder = save(theirs, tmp_path / "theirs")
+    folder = folders.save(theirs, tmp_path / "theirs")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     import_folder(folder, tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "back")
@@ -190,9 +183,9 @@ def test_special_tokens_of_a_run_are_added_to_its_tokenizer(
     family: Any, task: Any, tmp_path: Path
 ) -> None:
     """They have the ids that the run gave them: the first ones after the tokenizer's words."""
-    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    folders.tokenizer().save(str(tmp_path / "tokenizer.json"))
     model = pair(family)[1]
-    save(model, tmp_path / "theirs")
+    folders.save(model, tmp_path / "theirs")
     made = import_folder(tmp_path / "theirs", tmp_path / "made").run
     (tmp_path / "out").mkdir()
     ids = write_tokenizer(tmp_path / "out", tmp_path, made)
@@ -213,7 +206,7 @@ def test_special_tokens_of_a_run_are_added_to_its_tokenizer(
 
 def test_a_t5_comes_back_with_what_it_has_learned(tmp_path: Path) -> None:
     """An export says so, and the user of a folder from elsewhere."""
-    theirs = save(pair("t5")[1], tmp_path / "theirs")
+    theirs = folders.save(pair("t5")[1], tmp_path / "theirs")
     assert import_folder(theirs, tmp_path / "plain").run.task == "spans"
     export_run(tmp_path / "plain", tmp_path / "spans")
     assert "gridformer_task" not in json.loads((tmp_path / "spans" / "config.json").read_text())
@@ -221,21 +214,21 @@ def test_a_t5_comes_back_with_what_it_has_learned(tmp_path: Path) -> None:
     export_run(tmp_path / "pairs", tmp_path / "back")
     assert import_folder(tmp_path / "back", tmp_path / "again").run.task == "pairs"
     assert import_folder(tmp_path / "back", tmp_path / "other", task="spans").run.task == "spans"
-    opened_by_them(tmp_path / "back")
+    folders.opened_by_them(tmp_path / "back")
     trained = load_model(tmp_path / "again", torch.device("cpu"))
     (text,) = translate(trained, ["ab"], BeamSearch(max_tokens=4))
     assert isinstance(text, str)
 
 
 def test_a_task_that_a_model_cannot_have_learned(tmp_path: Path) -> None:
-    theirs = save(pair("t5")[1], tmp_path / "theirs")
+    theirs = folders.save(pair("t5")[1], tmp_path / "theirs")
     with pytest.raises(
         ConfigError, match="--task chat: a t5 with a head of tokens learns spans or"
     ):
         import_folder(theirs, tmp_path / "run", task="chat")
     config = pair("gpt2")[1].config
     config.pad_token_id = 0
-    theirs = save(transformers.GPT2ForSequenceClassification(config), tmp_path / "labels")
+    theirs = folders.save(transformers.GPT2ForSequenceClassification(config), tmp_path / "labels")
     with pytest.raises(ConfigError, match="--task causal: its head says that it has learned class"):
         import_folder(theirs, tmp_path / "run", task="causal")
     assert not (tmp_path / "run").exists()

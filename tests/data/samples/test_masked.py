@@ -7,16 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gridformer.data.samples.masked import (
-    MaskedSamples,
-    Masking,
-    SpanSamples,
-    corrupted,
-    noise_of,
-    sentinels_of,
-    target_length,
-    window_length,
-)
+from gridformer.data.samples import masked
 from gridformer.data.samples.sample import SpecialIds
 from gridformer.utils.batch import IGNORE
 from gridformer.utils.errors import DataError
@@ -32,7 +23,7 @@ def test_rates() -> None:
     draw = np.random.default_rng(0)
     ids = draw.integers(N, size=(400, 128))
     counts = {"mask": 0, "same": 0, "random": 0}
-    masking, hidden_in_all = Masking(SPECIAL), 0
+    masking, hidden_in_all = masked.Masking(SPECIAL), 0
     for row in ids:
         tokens, targets = masking.hide(row, draw)
         hidden = targets != IGNORE
@@ -56,7 +47,7 @@ def test_rates() -> None:
 @given(ids=st.lists(st.sampled_from([7, 9, 1, 2, 3]), min_size=1, max_size=40), seed=st.integers(0))
 def test_at_least_one_and_never_a_special_one(ids: list[int], seed: int) -> None:
     row = np.array(ids)
-    _, targets = Masking(SPECIAL).hide(row, np.random.default_rng(seed))
+    _, targets = masked.Masking(SPECIAL).hide(row, np.random.default_rng(seed))
     hidden = targets != IGNORE
     assert hidden.any()
     words = ~np.isin(row, [7, 9])
@@ -67,7 +58,7 @@ def test_every_word_is_hidden_as_often_as_any_other() -> None:
     """Of 30 words between two ends of texts 5 are hidden, the first and last as often."""
     row = np.concatenate([[7], np.arange(100, 130), [7]])
     draw, n_draws = np.random.default_rng(0), 3000
-    masking = Masking(SPECIAL)
+    masking = masked.Masking(SPECIAL)
     hidden = np.mean([masking.hide(row, draw)[1] != IGNORE for _ in range(n_draws)], axis=0)
     assert hidden[0] == hidden[-1] == 0.0
     share = 5 / 30
@@ -78,7 +69,7 @@ def test_every_word_is_hidden_as_often_as_any_other() -> None:
 def test_every_ordinary_word_stands_in_for_a_hidden_one() -> None:
     """With 8 words and two special tokens, the first and last words are drawn, too."""
     special = replace(SPECIAL, eos=3, ordinary_size=10, mask=10, not_words=frozenset({3, 6}))
-    draw, masking = np.random.default_rng(0), Masking(special)
+    draw, masking = np.random.default_rng(0), masked.Masking(special)
     read = [masking.hide(np.full(100, 5), draw)[0] for _ in range(200)]
     assert set(np.concatenate(read).tolist()) == {*range(11)} - {3, 6}
 
@@ -92,7 +83,7 @@ def original(sample: dict[str, np.ndarray]) -> np.ndarray:
 def test_sentences(seq_len: int, n_windows: int, rest: int, seed: int) -> None:
     n_text = seq_len - 3
     split = replace(counting_split(n_windows * n_text + min(rest, n_text - 1)), vocab_size=N)
-    samples = MaskedSamples(split, seq_len, SPECIAL, sentence_pair=True)
+    samples = masked.MaskedSamples(split, seq_len, SPECIAL, sentence_pair=True)
     assert samples.n_samples == n_windows
     number = seed % n_windows
     sample = samples.sample(number, np.random.default_rng(seed))
@@ -121,7 +112,7 @@ def test_sentences_from_elsewhere_come_from_everywhere_else(number: int) -> None
     """
     n_text, n_tokens = 5, 22
     split = replace(counting_split(n_tokens), vocab_size=N)
-    samples = MaskedSamples(split, n_text + 3, SPECIAL, sentence_pair=True)
+    samples = masked.MaskedSamples(split, n_text + 3, SPECIAL, sentence_pair=True)
     own = set(range(number * n_text, (number + 1) * n_text))
     want = {
         (start, length)
@@ -139,7 +130,7 @@ def test_sentences_from_elsewhere_come_from_everywhere_else(number: int) -> None
 
 
 def test_half_of_the_sentences_follow() -> None:
-    samples = MaskedSamples(replace(counting_split(900), vocab_size=N), 12, SPECIAL, True)
+    samples = masked.MaskedSamples(replace(counting_split(900), vocab_size=N), 12, SPECIAL, True)
     draw = np.random.default_rng(0)
     drawn = [samples.sample(i % 100, draw) for i in range(1000)]
     follows = np.mean([sample["pair"] for sample in drawn])
@@ -149,7 +140,7 @@ def test_half_of_the_sentences_follow() -> None:
 
 
 def test_one_sentence() -> None:
-    samples = MaskedSamples(replace(counting_split(95), vocab_size=N), 12, SPECIAL, False)
+    samples = masked.MaskedSamples(replace(counting_split(95), vocab_size=N), 12, SPECIAL, False)
     assert samples.n_samples == 9
     sample = samples.sample(3, np.random.default_rng(0))
     assert original(sample).tolist() == [SPECIAL.cls, *range(30, 40), SPECIAL.sep]
@@ -160,11 +151,11 @@ def test_one_sentence() -> None:
 def test_too_short_names_a_length_that_works() -> None:
     split = replace(counting_split(15), vocab_size=N)
     with pytest.raises(DataError, match=r"data.seq_len of at most 10, or prepare more text"):
-        MaskedSamples(split, 11, SPECIAL, sentence_pair=True)
-    assert MaskedSamples(split, 10, SPECIAL, sentence_pair=True).n_samples == 2
+        masked.MaskedSamples(split, 11, SPECIAL, sentence_pair=True)
+    assert masked.MaskedSamples(split, 10, SPECIAL, sentence_pair=True).n_samples == 2
     with pytest.raises(DataError, match=r"data.seq_len of at most 17"):
-        MaskedSamples(split, 18, SPECIAL, sentence_pair=False)
-    assert MaskedSamples(split, 17, SPECIAL, sentence_pair=False).n_samples == 1
+        masked.MaskedSamples(split, 18, SPECIAL, sentence_pair=False)
+    assert masked.MaskedSamples(split, 17, SPECIAL, sentence_pair=False).n_samples == 1
 
 
 def reassembled(source: np.ndarray, target: np.ndarray) -> list[int]:
@@ -184,16 +175,16 @@ def reassembled(source: np.ndarray, target: np.ndarray) -> list[int]:
 
 @given(source_len=st.integers(3, 1200), seed=st.integers(0))
 def test_source_and_target_hold_the_text(source_len: int, seed: int) -> None:
-    n = window_length(source_len)
+    n = masked.window_length(source_len)
     window = np.arange(1, n + 1)
-    source, target = corrupted(window, SPANS, np.random.default_rng(seed))
+    source, target = masked.corrupted(window, SPANS, np.random.default_rng(seed))
     assert reassembled(source, target) == window.tolist()
     assert len(source) == source_len
-    assert len(target) == target_length(source_len)
+    assert len(target) == masked.target_length(source_len)
     assert source[-1] == target[-1] == SPANS.eos
     assert source.dtype == target.dtype == np.int64
     # Sentinels come in order; the text begins with kept words and ends with a span.
-    used = list(SPANS.sentinels[: sentinels_of(source_len)])
+    used = list(SPANS.sentinels[: masked.sentinels_of(source_len)])
     assert source[source > N].tolist() == target[target > N].tolist() == used
     assert source[0] == 1
     assert target[-2] == n
@@ -201,7 +192,7 @@ def test_source_and_target_hold_the_text(source_len: int, seed: int) -> None:
 
 @given(n=st.integers(2, 5000))
 def test_noise(n: int) -> None:
-    noise, spans = noise_of(n)
+    noise, spans = masked.noise_of(n)
     assert 1 <= spans <= min(noise, n - noise)
     if n > 100:
         assert noise == pytest.approx(0.15 * n, abs=0.51)
@@ -210,8 +201,8 @@ def test_noise(n: int) -> None:
 
 def test_published_lengths() -> None:
     """A source of 512 tokens takes 568 of text and a target of 114, as in T5's own code."""
-    assert window_length(512) == 568
-    assert target_length(512) == 114
+    assert masked.window_length(512) == 568
+    assert masked.target_length(512) == 114
 
 
 def test_every_way_of_cutting_is_equally_likely() -> None:
@@ -220,10 +211,10 @@ def test_every_way_of_cutting_is_equally_likely() -> None:
     The test counts all ways of splitting them, including the first and the last.
     """
     draw, n_draws = np.random.default_rng(0), 6000
-    assert noise_of(40) == (6, 2)
+    assert masked.noise_of(40) == (6, 2)
     kept, noise = np.zeros(34), np.zeros(6)
     for _ in range(n_draws):
-        source, target = corrupted(np.arange(1, 41), SPANS, draw)
+        source, target = masked.corrupted(np.arange(1, 41), SPANS, draw)
         kept[np.flatnonzero(source > N)[0]] += 1
         noise[np.flatnonzero(target > N)[1] - 1] += 1
     for counts, n_ways in ((kept, 33), (noise, 5)):
@@ -235,4 +226,4 @@ def test_every_way_of_cutting_is_equally_likely() -> None:
 
 def test_too_short_for_spans() -> None:
     with pytest.raises(DataError, match=r"which takes 44: use a smaller data.source_len, or prep"):
-        SpanSamples(counting_split(43), 40, 20, SPANS)
+        masked.SpanSamples(counting_split(43), 40, 20, SPANS)

@@ -20,25 +20,17 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from gridformer.config import (
-    FINE_TUNING,
-    Config,
-    DataConfig,
-    LayoutConfig,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from gridformer import config
 from gridformer.config.model import Family
 from gridformer.parallel.validation import violations, with_rows_over
 from tests.support.multirank import own_networks
 
 Sections = dict[str, dict[str, Any]]
-SECTIONS: dict[str, type[Config]] = {
-    "model": ModelConfig,
-    "layout": LayoutConfig,
-    "data": DataConfig,
-    "train": TrainConfig,
+SECTIONS: dict[str, type[config.Config]] = {
+    "model": config.ModelConfig,
+    "layout": config.LayoutConfig,
+    "data": config.DataConfig,
+    "train": config.TrainConfig,
 }
 SETTINGS = {f"{name}.{key}" for name, schema in SECTIONS.items() for key in schema.model_fields}
 
@@ -123,7 +115,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
         *("megatron_2d", *("subgraph",) * 3),
     ),
     # Of the other tasks only the data differ.
-    "data.task": ("auto",) * 10 + tuple(FINE_TUNING),
+    "data.task": ("auto",) * 10 + tuple(config.FINE_TUNING),
     "train.dtype": ("float64",) * 15 + ("float32", "bfloat16", "float16"),
     "train.compile": (False,) * 15 + (True,),
     "model.family": tuple(family for family in get_args(Family) if family != "network"),
@@ -226,7 +218,7 @@ def draw_run(
     seed: str,
     given: Mapping[str, Mapping[str, Any]] | None = None,
     changeable: Callable[[str], bool] = lambda key: True,
-    suits: Callable[[RunConfig], bool] = lambda run: True,
+    suits: Callable[[config.RunConfig], bool] = lambda run: True,
 ) -> Sections:
     """Draw a valid run: changeable settings at random, and the others from `given`.
 
@@ -264,7 +256,7 @@ def _network(seed: str) -> dict[str, Any] | None:
 def _leave_out_heads(sections: Sections) -> None:
     """Leave out the settings that a task of fine-tuning sets, as users do."""
     task = sections["data"].get("task")
-    if task in FINE_TUNING:
+    if task in config.FINE_TUNING:
         for key in ("token_head", "span_head", "sentence_pair"):
             sections["model"].pop(key, None)
         if task != "classify":
@@ -280,7 +272,7 @@ def _is_small(sections: Sections) -> bool:
     )
 
 
-def _mended(sections: Sections, chooser: Chooser) -> RunConfig | None:
+def _mended(sections: Sections, chooser: Chooser) -> config.RunConfig | None:
     """Repair sections until they form a valid run; return None if that fails."""
     for _ in range(40):
         changed = chooser.mend(sections)
@@ -291,13 +283,13 @@ def _mended(sections: Sections, chooser: Chooser) -> RunConfig | None:
     return None
 
 
-def run_of(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+def run_of(sections: Mapping[str, Mapping[str, Any]]) -> config.RunConfig:
     """Return the run as it is checked; raises ValidationError if the sections form no valid run."""
     filled: Sections = {name: dict(sections.get(name, {})) for name in SECTIONS}
     for key, value in SET.items():
         section, name = key.split(".")
         filled[section].setdefault(name, value)
-    return with_rows_over(RunConfig.model_validate({"name": "fuzz", **filled}))
+    return with_rows_over(config.RunConfig.model_validate({"name": "fuzz", **filled}))
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gridformer import comm
+from gridformer import comm, config
 from gridformer.comm import progress
-from gridformer.config import (
-    DataConfig,
-    LayoutConfig,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-    shipped_model,
-)
 from gridformer.launch import run as runner
 from gridformer.mesh.axes import Axis
 from gridformer.mesh.process_group import World
@@ -50,10 +42,12 @@ class Summing(nn.Module):
 
 def _train(trainer: type, folder: Path, n: int, timeout_s: float = TIMEOUT_S) -> None:
     """Run a worker whose trainer is another one."""
-    layout = LayoutConfig(scheme="megatron", rows=1, cols=n)
-    train = TrainConfig(device="cpu", timeout_s=timeout_s)
-    model = ModelConfig.model_validate(shipped_model("demo-4m"))
-    run = RunConfig(model=model, data=DataConfig(path=folder), layout=layout, train=train)
+    layout = config.LayoutConfig(scheme="megatron", rows=1, cols=n)
+    train = config.TrainConfig(device="cpu", timeout_s=timeout_s)
+    model = config.ModelConfig.model_validate(config.shipped_model("demo-4m"))
+    run = config.RunConfig(
+        model=model, data=config.DataConfig(path=folder), layout=layout, train=train
+    )
     with patch.object(runner, "Trainer", trainer):
         runner.worker(Plan(run, folder, None, 0, decide_run(run)))
 
