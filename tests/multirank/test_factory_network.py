@@ -26,7 +26,7 @@ from tests.support.multirank import own_networks
 from tests.support.multirank.exactness import compare, worst_of
 from tests.support.multirank.matrix import OVER_SEQUENCE, SCHEMES, SETTINGS, Cell
 from tests.support.multirank.nccl_path import on_nccl
-from tests.support.multirank.own_networks import NETWORKS, OF_TRANSFORMERS
+from tests.support.multirank.own_networks import NETWORKS, OF_PLACES
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import TRAIN, assert_same_run, plan_for, start_from, train
 
@@ -36,13 +36,14 @@ REFUSED_SCHEMES = ("D&SP-cSub", "Optimus, stationary weights")
 CELLS = [
     cell
     for cell in itertools.product(NETWORKS, SCHEMES, PIPELINES, REPLICAS)
-    if cell[1] not in REFUSED_SCHEMES
-    and (cell[0] in OF_TRANSFORMERS or (cell[2] == 1 and cell[1] not in OVER_SEQUENCE))
+    if cell[1] not in REFUSED_SCHEMES and (cell[0] in OF_PLACES or cell[1] not in OVER_SEQUENCE)
 ]
 METHOD = dict(zip(CELLS, itertools.cycle(("", *METHODS))))
 QUICK = (
     (NETWORKS[0], "D&SP", 1, "fsdp"),
-    ("scaled", "Megatron, sequence parallel", 1, "zero1"),
+    ("examples.own_model:network", "Megatron 2-D", 2, "none"),
+    ("scaled", "Megatron, sequence parallel", 4, "none"),
+    ("placed", "Optimus, rows over s", 2, "none"),
     ("mixtral", "Optimus", 2, "none"),
 )
 # Their messages take NCCL's path.
@@ -127,6 +128,43 @@ def last() -> tuple[nn.Module, None, dict[str, str]]:
     return Last(), None, own_model.PLAN
 
 
+class Skips(own_networks.Placed):
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = self.words(tokens)
+        results = [x := layer(x) for layer in self.layers]
+        logits: Tensor = self.head(self.norm(x + results[0]))
+        return logits
+
+
+class LooksBack(own_networks.Placed):
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        x = super().forward(tokens, position_ids)
+        return x + x.roll(1, 1)
+
+
+class AddsWords(own_model.Layer):
+    words: nn.Embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.words.weight[0]
+
+
+def skips() -> tuple[nn.Module, None, dict[str, str]]:
+    return Skips(), None, own_model.PLAN
+
+
+def looks_back() -> tuple[nn.Module, None, dict[str, str]]:
+    return LooksBack(), None, own_model.PLAN
+
+
+def shares() -> tuple[nn.Module, None, dict[str, str]]:
+    network = own_networks.Scaled()
+    network.layers = nn.ModuleList(AddsWords(own_networks.H, 4) for _ in range(2))
+    for layer in network.layers:
+        vars(layer)["words"] = network.words  # it is not one of its submodules
+    return network, None, own_model.PLAN
+
+
 def unplanned() -> nn.Module:
     return own_networks.Scaled()
 
@@ -141,7 +179,18 @@ def fails() -> nn.Module:
 
 HERE = __name__
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "no chain": (OWN, {"pp": 2}, "layout.pp=2: transformers has no plan for Decoder: use pp=1"),
+    "no chain": (f"{HERE}:skips", {"pp": 2}, r"skips is no chain of layers, what is behind the"),
+    "read in layers": (f"{HERE}:shares", {"pp": 2}, "layer 0 reads what is computed outside it"),
+    "places": (
+        OWN,
+        {"scheme": "optimus", "rows": 2, "rows_over": "sequence"},
+        "its forward has no argument position_ids=None",
+    ),
+    "place untold": (
+        f"{HERE}:looks_back",
+        {"scheme": "optimus", "rows": 2, "rows_over": "sequence"},
+        "logits of a token depend on others",
+    ),
     "heads": (OWN, {"scheme": "megatron", "cols": 8}, "must be a number that layout.cols=8 div"),
     "no plan": ({"factory": f"{HERE}:unplanned", "n_heads": 4}, {}, "Scaled carries no plan"),
     "heads untold": (f"{HERE}:unplanned", {}, "does not tell n_heads: set it"),

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -174,6 +174,91 @@ def probed(name: str, length: int) -> tuple[int, int, str]:
         raise UserError(f"{name}: makes {shape} of tokens [1, {length}], not logits of each")
     head = next((part for part, result in results.items() if result is out), "")
     return out.shape[-1], 0 if first is None else logits_of(first).shape[-1], head
+
+
+class Chain(NamedTuple):
+    """The modules of a network with parameters of their own, by where they are read.
+
+    Attributes:
+        before: Read for what enters the first layer.
+        behind: Read for what is made of the last layer's result.
+        problem: Why the network cannot be cut between its layers, if it cannot.
+    """
+
+    before: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+    problem: str = ""
+
+
+@lru_cache(maxsize=8)
+def chain_of(name: str) -> Chain:
+    """Returns what a network of tokens reads outside its layers, on the meta device.
+
+    Gradients tell it: those of the first layer's input, of each layer's result, and of the logits,
+    where every layer's input and result is the leaf of a graph of its own.
+    """
+    import torch
+    from torch import Tensor
+
+    module = on_meta(name).module
+    path = path_of_layers(module)
+    layers = dict(module.get_submodule(path).named_children())
+    values = {n: p.detach() for n, p in module.named_parameters() if p.is_floating_point()}
+    values = {n: value.requires_grad_() for n, value in values.items()}
+    entering, results, leaves = list[Tensor](), dict[str, Tensor](), list[Tensor]()
+
+    def enter(layer: nn.Module, args: Any) -> Any:
+        if not args or (leaves and args[0] is not leaves[-1]) or layer is not waiting.pop(0):
+            raise ValueError("a layer does not get the result of the one before it first")
+        entering.append(args[0])
+        return args[0].detach().requires_grad_(), *args[1:]
+
+    def leave(layer: nn.Module, _: Any, out: Any) -> Tensor:
+        if not isinstance(out, Tensor):
+            raise ValueError(f"a layer returns a {type(out).__name__}, not a tensor")
+        results[next(n for n, one in layers.items() if one is layer)] = out
+        leaves.append(out.detach().requires_grad_())
+        return leaves[-1]
+
+    waiting = [*layers.values()]
+    hooks = [one.register_forward_pre_hook(enter) for one in waiting]
+    hooks += [one.register_forward_hook(leave) for one in waiting]
+    try:
+        with torch.enable_grad(), torch.device("meta"):
+            tokens = torch.zeros(1, 2, dtype=torch.int64)
+            logits = logits_of(torch.func.functional_call(module, values, (tokens,)))
+    except Exception as error:
+        return Chain(problem=str(error))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+    def read(x: Tensor, over: Iterable[Tensor]) -> list[bool]:
+        """Whether x has a gradient with respect to each of some tensors."""
+        grads = torch.autograd.grad(x.sum(), [*over], retain_graph=True, allow_unused=True)
+        return [grad is not None for grad in grads]
+
+    def reads(x: Tensor) -> set[str]:
+        if not x.requires_grad:
+            return set()
+        found = {n for n, there in zip(values, read(x, values.values())) if there}
+        same = {id(p) for n, p in module.named_parameters() if n in found}
+        return {n for n, p in module.named_parameters(remove_duplicate=False) if id(p) in same}
+
+    before, behind = reads(entering[0]), reads(logits)
+    for n, result in results.items():
+        if any(not other.startswith(f"{path}.{n}.") for other in reads(result)):
+            return Chain(problem=f"layer {n} reads what is computed outside it")
+    if any(read(logits, leaves[:-1])):
+        return Chain(problem="what is behind the layers reads several of them")
+    outside = {n.rpartition(".")[0]: (n in before, n in behind) for n in (*before, *behind)}
+    for n, where in outside.items():
+        if not n or n.startswith(f"{path}."):
+            return Chain(problem=f"{n or 'the network'} has parameters that are read outside it")
+        if any(n.startswith(f"{other}.") and where != outside[other] for other in outside):
+            return Chain(problem=f"{n} is read in another place than the module around it")
+    first, last = ([n for n, where in outside.items() if where[i]] for i in (0, 1))
+    return Chain(tuple(sorted(first)), tuple(sorted(last)))
 
 
 def sizes_of(name: str, plan: Mapping[str, str]) -> dict[str, Any]:

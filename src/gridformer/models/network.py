@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from gridformer.config import ModelConfig, factory
 from gridformer.config.factory import path_of_layers
 from gridformer.models.blocks import KVCache, Layer
 from gridformer.models.model import Activations, Link, Model, held_layers
-from gridformer.models.network_calls import AttentionAlone, attend_in
+from gridformer.models.network_calls import POSITIONS, AttendBy, AttentionAlone, attend_in
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import UserError, require
 
@@ -31,6 +31,7 @@ class NetworkLayer(Layer):
     """Comes before the class of a layer, whose activations are then recomputed as configured."""
 
     recompute: Any
+    attending_by: AttentionAlone | None
     cast: Callable[[Tensor], Tensor]
     leaving: list[Tensor]
 
@@ -39,7 +40,8 @@ class NetworkLayer(Layer):
             return args[0].run(super().__call__, hidden_states)
         # A network may scale what it gets for embeddings, as the first stage did already.
         hidden_states = self.cast(self.__dict__.pop("entering", hidden_states))
-        rest = _Rest(args, kwargs)
+        by_torch = self.attending_by is None or self.attending_by.sequence.n == 1
+        rest = _Rest(args, kwargs, nullcontext() if by_torch else AttendBy.of(self.attending_by))
         out = self.recompute.block(self, hidden_states, rest)
         if "leaving" in self.__dict__:
             self.leaving.append(out)
@@ -71,15 +73,26 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
+class _StageEndError(Exception):
+    """A network of tokens has run the last layer of a stage, behind which nothing is to run."""
+
+
+class _LastResult(list[Tensor]):
+    def append(self, x: Tensor) -> None:
+        super().append(x)
+        raise _StageEndError
+
+
 class _Rest:
     """What a layer gets besides hidden states, and what it returns besides them."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], attending: Any) -> None:
+        self.args, self.kwargs, self.attending = args, kwargs, attending
         self.several, self.more = False, ()
 
     def run(self, layer: Callable[..., Any], x: Tensor) -> Tensor:
-        out = layer(x, *self.args, **self.kwargs)
+        with self.attending:
+            out = layer(x, *self.args, **self.kwargs)
         self.several = isinstance(out, tuple)
         if self.several:
             out, *more = out
@@ -106,6 +119,7 @@ class NetworkModel(Model):
             dimension and the order; see gridformer.parallel.network.
         sharding: What gridformer.parallel.network has made of it.
         beside_layers: What a stage without layers does with what enters them, by its link.
+        outside: The modules outside the layers with parameters, for a network of tokens.
         reads_embeddings: Whether it is one of transformers, which can begin with embeddings, or
             continue texts. Others map whole tokens to logits.
     """
@@ -113,6 +127,7 @@ class NetworkModel(Model):
     module: Any
     trunk: Any
     sharding: Any
+    outside: dict[str, nn.Module]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -138,6 +153,9 @@ class NetworkModel(Model):
             for name, part in module.named_modules()
             if part._parameters and not name.startswith(f"{self.path}.")
         ]
+        vars(self)["outside"] = {
+            name: module.get_submodule(name) for name in self._plain if not self.reads_embeddings
+        }
         children = [name for name, _ in trunk.named_children()]
         self._first = set(children[: children.index(self.stack)])
         held, layers = held_layers(), trunk.get_submodule(self.stack)
@@ -149,18 +167,23 @@ class NetworkModel(Model):
             kind: Any = type(layer)
             layer.__class__ = _layer_of(kind)
             layer.recompute, layer.cast = self.recompute, self._cast
+            vars(layer)["attending_by"] = None if self.reads_embeddings else self.attention
 
     def links(self) -> list[Link]:
         before, behind = self._outside()
-        tied = before[:1] * self.config.tied_head
+        if self.reads_embeddings:
+            behind += before[:1] * self.config.tied_head
         return [
             Link("embedding", (*before,)),
             *(Link(f"layers.{i}", (f"{self.path}.{i}",)) for i in range(self.config.n_layers)),
-            Link("head", (*behind, *tied, "loss")),
+            Link("head", (*behind, "loss")),
         ]
 
     def _outside(self) -> tuple[list[str], list[str]]:
         """Returns the modules with parameters that run before the layers, and behind them."""
+        if not self.reads_embeddings:
+            chain = factory.chain_of(self.config.factory)
+            return [*chain.before], [*chain.behind]
         above = self.path.rpartition(".")[0]
         before, behind = list[str](), list[str]()
         for name in self._plain:
@@ -179,11 +202,16 @@ class NetworkModel(Model):
         hidden, _ = Activations.taken(entering)
         names = self._link_names() if links is None else links
         tokens_BS = batch["tokens"]
+        entering = None if "embedding" in names else hidden
         if not self.reads_embeddings:
-            return Activations(factory.logits_of(self.module(tokens_BS)))
+            placed = {POSITIONS: batch["positions"]} if self.sequence.n > 1 else {}
+            with self._only(names, "head" not in names, entering) as leaving:
+                try:
+                    return Activations(factory.logits_of(self.module(tokens_BS, **placed)))
+                except _StageEndError:
+                    return Activations(leaving[0])
         if "embedding" in names:
             hidden = self._cast(self.module.get_input_embeddings()(tokens_BS))
-        entering = None if "embedding" in names else hidden
         positions = batch.get("positions")
         if positions is None:
             end = start + tokens_BS.shape[1]
@@ -218,8 +246,9 @@ class NetworkModel(Model):
                 here[0].change = changes[0]
             if entering is not None:
                 here[0].entering = entering
-            leaving = here[-1].leaving = list[Tensor]()
-            if without_tail:
+            ends = without_tail and not self.reads_embeddings
+            leaving = here[-1].leaving = _LastResult() if ends else list[Tensor]()
+            if without_tail and not ends:
                 above = f"{self.path.rpartition('.')[0]}."
                 tail = [n.removeprefix(above) for n in self._outside()[1] if n.startswith(above)]
                 self.trunk._modules = around | {name: nn.Identity() for name in tail}
@@ -247,8 +276,16 @@ class NetworkModel(Model):
         """Allocates buffers, such as the frequencies of rotary positions, as transformers does.
 
         It also initializes parameters, so call it before they are allocated. Those of networks
-        that are not of transformers are read from a new one.
+        that are not of transformers are read from a new one. The code of these also runs modules
+        that other stages hold: they get zeros, and nothing reads their results.
         """
+        here = {name for name, _ in self.named_modules(remove_duplicate=False)}
+        for name, part in self.outside.items():
+            for leaf, p in [*part.named_parameters(recurse=False)] if name not in here else ():
+                del part._parameters[leaf]
+                vars(part)[leaf] = torch.zeros((), device=device).expand(p.shape)
+            above, _, leaf = name.rpartition(".")
+            self.get_submodule(above)._modules.setdefault(leaf, part)
         those = [one for one in self.module.modules() if hasattr(one, "_init_weights")]
         innermost = {part: one for one in those for part in one.modules()}
         for part, owner in innermost.items():

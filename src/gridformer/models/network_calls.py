@@ -5,18 +5,24 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from gridformer.config import ModelConfig
+from gridformer.config.factory import logits_of
 from gridformer.models.blocks.attention import AttentionHeads
 from gridformer.models.blocks.dropout import DropoutRng
 from gridformer.models.blocks.scores import ScoreBias, Window, added_to_scores
 from gridformer.models.kernels.grouped import grouped_product
 
 NAME = "gridformer"  # in the tables of transformers
+POSITIONS = "position_ids"  # the argument with the positions of tokens
 _MASKS = {
     "create_causal_mask",
     "create_sliding_window_causal_mask",
@@ -95,6 +101,81 @@ def _attend(
     attention.scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     causal = module.is_causal if is_causal is None else is_causal
     return attention(q, k, v, causal, sliding_window or 0), None
+
+
+class AttendBy(TorchFunctionMode):
+    """Calls a function in place of torch's scaled_dot_product_attention, with its arguments."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    @staticmethod
+    def of(attention: AttentionAlone) -> AttendBy:
+        return AttendBy(partial(_attend_as_torch, attention))
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        replaced = function is F.scaled_dot_product_attention
+        return (self.attend if replaced else function)(*args, **(kwargs or {}))
+
+
+def _attend_as_torch(
+    attention: AttentionAlone,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    attention.scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return attention(q, k, v, is_causal, 0).transpose(1, 2)
+
+
+def mixing_of_tokens(network: nn.Module) -> str:
+    """Returns what keeps a network of tokens from running on some tokens of each sequence, if any.
+
+    Args:
+        network: It is on the meta device. Its code runs on the processor with other weights, which
+            need no memory, and with attention that sees one token: if tokens change places
+            with their positions, logits must do so, too.
+    """
+    if POSITIONS not in inspect.signature(network.forward).parameters:
+        return f"its forward has no argument {POSITIONS}=None, the positions [1, s] of tokens"
+    draw, s = torch.Generator().manual_seed(0), 8
+
+    def value(x: Tensor) -> Tensor:  # element [i, j, ...] is number i + j + ... of a line
+        line = torch.randn(sum(x.shape) + 1, generator=draw, dtype=torch.float64) / 8
+        line = line if x.is_floating_point() else line.to(x.dtype)
+        return line.as_strided(x.shape, (1,) * x.dim())
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, dropout_p: float = 0.0, **_: Any
+    ) -> Tensor:
+        if attn_mask is not None or dropout_p:
+            raise ValueError("attention has a mask or dropout")
+        return q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+    held = (*network.named_parameters(), *network.named_buffers())
+    values = {name: value(x) for name, x in held}
+    tokens, places = torch.arange(s).unsqueeze(0), torch.arange(s).flip(0)
+    try:
+        with torch.no_grad(), AttendBy(attend):
+            ahead, turned = (
+                torch.func.functional_call(network, values, (order,), {POSITIONS: order})
+                for order in (tokens, tokens[:, places])
+            )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    ahead, turned = logits_of(ahead), logits_of(turned)
+    if torch.allclose(ahead[:, places], turned, rtol=1e-6, atol=1e-6 * float(ahead.abs().max())):
+        return ""
+    return (
+        f"logits of a token depend on others without torch's scaled_dot_product_attention, or on "
+        f"its place instead of {POSITIONS}"
+    )
 
 
 def group_experts(network: Any) -> None:

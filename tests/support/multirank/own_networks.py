@@ -38,6 +38,23 @@ def scaled() -> tuple[nn.Module, None, dict[str, str]]:
     return Scaled(), None, own_model.PLAN
 
 
+class Placed(Scaled):
+    """It is told the positions of its tokens."""
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        x = self.words(tokens) + self.positions(position_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.norm(x)) * self.scale
+        return logits
+
+
+def placed() -> tuple[nn.Module, None, dict[str, str]]:
+    return Placed(), None, own_model.PLAN
+
+
 def deep() -> tuple[nn.Module, None, dict[str, str]]:
     return own_model.Decoder(n_layers=10, h=48, n_heads=12), None, own_model.PLAN
 
@@ -57,7 +74,8 @@ def mixtral() -> nn.Module:
 
 
 OF_TRANSFORMERS = ("llama", "mixtral")
-NETWORKS = ("examples.own_model:network", "scaled", *OF_TRANSFORMERS)
+OF_PLACES = ("placed", *OF_TRANSFORMERS)  # which are told the positions of tokens
+NETWORKS = ("examples.own_model:network", "scaled", *OF_PLACES)
 
 
 def in_double(compare: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:

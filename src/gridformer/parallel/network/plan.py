@@ -154,6 +154,21 @@ class Roles:
         above, _, last = name.rpartition(".")
         return above in self.lists and last.isdecimal()
 
+    def held_by(self, stage: nn.Module) -> Roles:
+        """Returns the roles of what a stage of the network holds."""
+        here = dict(stage.named_modules(remove_duplicate=False))
+        return replace(
+            self,
+            modules={name: role for name, role in self.modules.items() if name in here},
+            parameters={
+                name: role
+                for name, role in self.parameters.items()
+                if name.rpartition(".")[0] in here
+            },
+            heads={name: role for name, role in self.heads.items() if name in here},
+            whole=[name for name in self.whole if name in here],
+        )
+
     def for_samples(self) -> Roles:
         """Returns the roles where devices have samples between sections, and sections few of them.
 

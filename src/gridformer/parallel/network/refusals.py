@@ -50,7 +50,11 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     module, pp = _unlike_layers(run.model), run.layout.pp
     if run.model.factory:
         yield from _factory_problems(run)
-    if pp > 1 and not getattr(module, "supports_pp_plan", False):
+    of_tokens = run.model.factory and not hasattr(module, "get_input_embeddings")
+    if pp > 1 and of_tokens:
+        if problem := factory.chain_of(run.model.factory).problem:
+            yield f"layout.pp={pp}: {run.model.factory} is no chain of layers, {problem}: use pp=1"
+    elif pp > 1 and not getattr(module, "supports_pp_plan", False):
         yield f"layout.pp={pp}: transformers has no plan for {type(module).__name__}: use pp=1"
     one_stage = run.layout.model_copy(update={"pp": 1, "stages_per_rank": 1})
     config, table = getattr(module, "config", None), getattr(module, "get_input_embeddings", None)
@@ -69,6 +73,11 @@ def run_problems(run: RunConfig) -> Iterator[str]:
             yield f"layout.pp={pp}: layers read {name} of others, not hidden states alone: use pp=1"
     roles = roles_of(module, run.model.plan or None)
     attends = network_calls.attends_plainly(module) and not roles.latent
+    if of_tokens and run.layout.rows_over == "sequence":
+        mixing = network_calls.mixing_of_tokens(module)
+        if mixing:
+            yield f"layout.rows_over=sequence: {run.model.factory}: {mixing}: use rows_over=batch"
+        attends = True
     yield from _unsupported(one_stage, attends)
     if pp > 1 and len(roles.lists) > 1:
         yield f"layout.pp={pp}: {' and '.join(roles.lists)} are no chain of layers: use pp=1"

@@ -245,7 +245,11 @@ def shard_model(model: models.NetworkModel, layout: LayoutConfig, axes: Axes) ->
     Its loss then reads logits whose vocabulary is sharded over columns.
     """
     config = model.config
-    roles = roles_of(model.module, config.plan or None)
+    whole = model
+    if model.stages:  # in one without layers, norms have no products that tell their width
+        with torch.device("meta"):
+            whole = models.NetworkModel(config)
+    roles = roles_of(whole.module, config.plan or None).held_by(model.module)
     last = len(model.links()) - 1
     stages = model.stages or (range(last + 1),)
     first, final = ({*pair} for pair in ((0, 1), (last - 1, last)))
