@@ -97,7 +97,7 @@ def test_a_run_moves_without_its_plan_file(
 
     pool.run(2, train, plan("whole", megatron))
     start_from(tmp_path / "whole", tmp_path / "moved")
-    pool.run(4, train, plan("moved", {"dp": 2, "dp_mode": "fsdp", "scheme": "optimus", "rows": 2}))
+    pool.run(4, train, plan("moved", {"pp": 2, "micro_batches": 2, "scheme": "optimus", "rows": 2}))
     assert_same_run(tmp_path / "whole", tmp_path / "moved")
     saved = next((tmp_path / "moved" / "checkpoints").glob("step-*"))
     other = again.model.model_copy(update={"plan": {"*": "replicated"}, "factory": OWN["factory"]})
