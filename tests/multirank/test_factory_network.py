@@ -41,7 +41,7 @@ CELLS = [
 METHOD = dict(zip(CELLS, itertools.cycle(("", *METHODS))))
 QUICK = (
     (NETWORKS[0], "D&SP", 1, "fsdp"),
-    ("examples.own_model:network", "Optimus", 2, "none"),
+    ("examples.own_model:network", "single", 4, "none"),
     ("scaled", "Megatron, sequence parallel", 4, "none"),
     ("placed", "Optimus, rows over s", 2, "none"),
     ("mixtral", "Optimus", 2, "none"),

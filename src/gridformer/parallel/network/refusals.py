@@ -51,10 +51,11 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     if run.model.factory:
         yield from _factory_problems(run)
     of_tokens = run.model.factory and not hasattr(module, "get_input_embeddings")
-    if pp > 1 and of_tokens:
-        if problem := factory.chain_of(run.model.factory).problem:
-            yield f"layout.pp={pp}: {run.model.factory} is no chain of layers, {problem}: use pp=1"
-    elif pp > 1 and not getattr(module, "supports_pp_plan", False):
+    # What is known of a function then is known while a step is recorded.
+    problem = factory.chain_of(run.model.factory).problem if of_tokens else ""
+    if pp > 1 and problem:
+        yield f"layout.pp={pp}: {run.model.factory} is no chain of layers, {problem}: use pp=1"
+    if pp > 1 and not of_tokens and not getattr(module, "supports_pp_plan", False):
         yield f"layout.pp={pp}: transformers has no plan for {type(module).__name__}: use pp=1"
     one_stage = run.layout.model_copy(update={"pp": 1, "stages_per_rank": 1})
     config, table = getattr(module, "config", None), getattr(module, "get_input_embeddings", None)

@@ -262,11 +262,12 @@ def shard_model(model: models.NetworkModel, layout: LayoutConfig, axes: Axes) ->
             "head": lambda x: parts.join(x, boundary),
         }
     head = None
-    if not model.reads_embeddings:  # its code may change what the head returns, and needs all of it
-        name = probed(config.factory, 2)[2]
-        head = model.module.get_submodule(name) if name else None
     with suppress(AttributeError):  # another stage has it
-        head = head or model.module.get_output_embeddings()
+        if model.reads_embeddings:
+            head = model.module.get_output_embeddings()
+        # Other code may change what the head returns, and needs all of it.
+        elif name := probed(config.factory, 2)[2]:
+            head = model.module.get_submodule(name)
     if axes.col.size > 1 and isinstance(head, parts.Opening):
         head.gathered = None
         v, smoothing = config.vocab_size, config.label_smoothing
