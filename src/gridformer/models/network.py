@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from gridformer.config import ModelConfig, factory
 from gridformer.config.factory import path_of_layers
 from gridformer.models.blocks import KVCache, Layer
 from gridformer.models.model import Activations, Link, Model, held_layers
-from gridformer.models.network_calls import POSITIONS, AttendBy, AttentionAlone, attend_in
+from gridformer.models.network_calls import POSITIONS, AttentionAlone, attend_in, attending
 from gridformer.utils.batch import Batch
 from gridformer.utils.errors import UserError, require
 
@@ -40,8 +40,7 @@ class NetworkLayer(Layer):
             return args[0].run(super().__call__, hidden_states)
         # A network may scale what it gets for embeddings, as the first stage did already.
         hidden_states = self.cast(self.__dict__.pop("entering", hidden_states))
-        by_torch = self.attending_by is None or self.attending_by.sequence.n == 1
-        rest = _Rest(args, kwargs, nullcontext() if by_torch else AttendBy.of(self.attending_by))
+        rest = _Rest(args, kwargs, attending(self.attending_by))
         out = self.recompute.block(self, hidden_states, rest)
         if "leaving" in self.__dict__:
             self.leaving.append(out)

@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -110,13 +111,16 @@ class AttendBy(TorchFunctionMode):
         super().__init__()
         self.attend = attend
 
-    @staticmethod
-    def of(attention: AttentionAlone) -> AttendBy:
-        return AttendBy(partial(_attend_as_torch, attention))
-
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         replaced = function is F.scaled_dot_product_attention
         return (self.attend if replaced else function)(*args, **(kwargs or {}))
+
+
+def attending(attention: AttentionAlone | None) -> AbstractContextManager[Any]:
+    """Returns a context in which torch's attention is gridformer's, if rows divide sequences."""
+    if attention is None or attention.sequence.n == 1:
+        return nullcontext()
+    return AttendBy(partial(_attend_as_torch, attention))
 
 
 def _attend_as_torch(
