@@ -244,13 +244,13 @@ def measure(cells: Iterable[Cell]) -> Iterator[CellResult]:
             yield CellResult(cell, "refused", "; ".join(error.problems))
             continue
         try:
-            worst = in_processes(run.layout.n_processes, _one_rank, run)
+            worst = in_processes(run.layout.n_processes, one_rank, run)
         except SystemExit as ended:
             if ended.code != 1:  # it was stopped
                 raise
             yield CellResult(cell, "wrong", "a process failed, as printed above")
             continue
-        what, relative = max(worst, key=lambda pair: pair[1])
+        what, relative, _ = max(worst, key=lambda found: found[1])
         yield CellResult(cell, "equal" if relative <= EQUAL else "wrong", what, relative)
 
 
@@ -267,25 +267,44 @@ def _one_process(n: int, folder: str, function: Callable[..., Any], args: Any) -
     close_process_groups()
 
 
-def _one_rank(run: RunConfig) -> tuple[str, float]:
+def one_rank(
+    run: RunConfig, within: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> tuple[str, float, float]:
+    """Trains on one device, and this process's part of a layout.
+
+    Args:
+        within: Returns a context in which models run.
+
+    Returns:
+        The name of the number that differs most, by how much, and the first loss on one device.
+    """
     axes = build_axes(run.layout, "cpu")
     alone = {"layout": LayoutConfig(), "train": without_methods(run.train)}
     with without_dynamo():  # it would take most of the time
-        want = trained(*_begin(run.model_copy(update=alone), Axes()))
-        stepper, reads = _begin(run, axes)
+        want = trained(*_begin(run.model_copy(update=alone), Axes(), within))
+        stepper, reads = _begin(run, axes, within)
         found = differences(stepper.model, trained(stepper, reads), want)
     try:
         assert_copies_equal(stepper.model, axes)
     except RuntimeError as error:
         found[str(error)] = math.inf
-    return max(found.items(), key=lambda pair: pair[1])
+    return *max(found.items(), key=lambda pair: pair[1]), float(want["loss of step 0"])
 
 
-def _begin(run: RunConfig, axes: Axes) -> tuple[Stepper, list[ReadRows]]:
+def _begin(
+    run: RunConfig, axes: Axes, within: Callable[[], AbstractContextManager[None]]
+) -> tuple[Stepper, list[ReadRows]]:
     train = run.train
     model = build_parallel(
         run.model, run.layout, axes, train.seed, torch.device("cpu"), train.dtype
     )
+    run_model = model.run
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with within():
+            return run_model(*args, **kwargs)
+
+    model.run = inside  # type: ignore[method-assign]
     batches = [_batch(run, step) for step in range(_STEPS)]
     reads: list[ReadRows] = [partial(_rows, batch) for batch in batches]
     return Stepper(model, train, axes, run.layout), reads

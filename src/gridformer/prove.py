@@ -8,21 +8,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gridformer.config import LayoutConfig, load_run
+from gridformer.config import LayoutConfig, RunConfig, load_run, parse_run
 from gridformer.config.factory import make
-from gridformer.exactness import EQUAL, in_processes
+from gridformer.exactness import EQUAL, TRAIN, in_processes, one_rank
 from gridformer.models.network import class_of
 from gridformer.parallel.network.modules import change_input
 from gridformer.parallel.network.network import parallelize
 from gridformer.parallel.network.plan import roles_of
 from gridformer.parallel.network.refusals import check
 from gridformer.parallel.registry import describe_layout, spec_of
+from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.tensors import map_tensors
 
@@ -73,6 +74,13 @@ class NetworkSource:
     batch: int
     seq_len: int
 
+    def origin(self) -> tuple[str, Mapping[str, str] | None]:
+        """Returns the folder or function, and the plan, if it is that of a run."""
+        if not (run := Path(self.name) / "config.yaml").is_file():
+            return self.name, None
+        model = load_run(run).model
+        return model.folder or model.factory or self.name, model.plan or None
+
     def load(self) -> tuple[nn.Module, Any, Mapping[str, str] | None, list[str]]:
         """Returns a network, its inputs, its plan and notes; equal in every process.
 
@@ -80,10 +88,7 @@ class NetworkSource:
             UserError: There is no such network.
         """
         torch.manual_seed(0)
-        name, plan = self.name, None
-        if (run := Path(name) / "config.yaml").is_file():
-            model = load_run(run).model
-            name, plan = model.folder or model.factory or name, model.plan or None
+        name, plan = self.origin()
         if (folder := Path(name)).is_dir():
             module, inputs, notes = self._from_folder(folder)
             return module, inputs, plan, notes
@@ -149,10 +154,40 @@ def prove(
         ConfigError: The network cannot run on the layout. No process has been started.
         UserError: There is no such network.
     """
+    if layout.pp > 1 or layout.rows_over == "sequence":
+        return _by_trainer(source, layout, plan)
     module, inputs, own, _ = source.load()
     check_with_inputs(module, inputs, layout, plan or own)
     del module
     return Proof(**in_processes(layout.n_processes, _one_rank, source, layout, plan)[0])
+
+
+def _by_trainer(
+    source: NetworkSource, layout: LayoutConfig, plan: Mapping[str, str] | None
+) -> Proof:
+    """Compares runs of the trainer, which has pipelines, and rows that divide sequences."""
+    name, own = source.origin()
+    model, notes = dict[str, Any](factory=name), list[str]()
+    if Path(name).is_dir():
+        module, _, _, (_, *notes) = source.load()  # a run begins with the folder's weights
+        model = {"folder": name, "n_layers": cast(Any, module).config.num_hidden_layers}
+    if patterns := plan or own:
+        model["plan"] = dict(patterns)
+    sections = {
+        "model": model,
+        "data": {"path": ".", "seq_len": source.seq_len},
+        "layout": layout.model_dump(exclude_unset=True),
+        "train": {**TRAIN, "global_batch": source.batch, "dtype": "float64", "device": "cpu"},
+    }
+    run = check_layout(parse_run({"name": "prove", **sections}))
+    found = in_processes(layout.n_processes, _rank_of_run, run)
+    what, relative, loss = max(found, key=lambda one: one[1])
+    worst = {"name": what, "relative": relative}
+    return Proof(relative <= EQUAL, worst, loss, describe_layout(layout), notes=notes)
+
+
+def _rank_of_run(run: RunConfig) -> tuple[str, float, float]:
+    return one_rank(run, in_float64)
 
 
 def check_with_inputs(

@@ -44,6 +44,13 @@ def test_equal() -> None:
     assert said == {"equal": True, "layout": "megatron 1x2", "not_placed": []}
 
 
+def test_a_pipeline_is_the_trainers() -> None:
+    done = gridformer_here("prove", OWN, "layout.pp=2", "layout.micro_batches=2", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["worst"]["relative"] < 1e-10 and said["layout"] == "pp=2" and said["loss"] > 0
+
+
 def test_not_equal() -> None:
     done = gridformer_here("prove", "tests.cli.test_prove:twice", *MEGATRON)
     assert done.returncode == 1, done.stderr

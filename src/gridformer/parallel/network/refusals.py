@@ -130,7 +130,7 @@ def _unsupported(layout: LayoutConfig, attends: bool = False) -> Iterator[str]:
     known = known and (not boundary.h_over or layout.stationary != "auto")
     refused: dict[str, tuple[object, str]] = {
         "scheme": (layout.common == "all" and not known, "use scheme=megatron"),
-        "pp": (layout.pp > 1, "pipelines need a chain of gridformer's own links: use pp=1"),
+        "pp": (layout.pp > 1, "pipelines need a run file: use pp=1"),
         "common": (layout.common != "all", "use common=all"),
         "attention": (layout.attention != "inside", "use attention=inside"),
         "feed_forward": (layout.feed_forward != "branched", "use feed_forward=branched"),
