@@ -268,12 +268,9 @@ def _one_process(n: int, folder: str, function: Callable[..., Any], args: Any) -
 
 
 def one_rank(
-    run: RunConfig, within: Callable[[], AbstractContextManager[None]] = nullcontext
+    run: RunConfig, around: Callable[[Any], Any] = lambda function: function
 ) -> tuple[str, float, float]:
-    """Trains on one device, and this process's part of a layout.
-
-    Args:
-        within: Returns a context in which models run.
+    """Trains on one device, and this process's part of a layout; `around` decorates `Model.run`.
 
     Returns:
         The name of the number that differs most, by how much, and the first loss on one device.
@@ -281,8 +278,8 @@ def one_rank(
     axes = build_axes(run.layout, "cpu")
     alone = {"layout": LayoutConfig(), "train": without_methods(run.train)}
     with without_dynamo():  # it would take most of the time
-        want = trained(*_begin(run.model_copy(update=alone), Axes(), within))
-        stepper, reads = _begin(run, axes, within)
+        want = trained(*_begin(run.model_copy(update=alone), Axes(), around))
+        stepper, reads = _begin(run, axes, around)
         found = differences(stepper.model, trained(stepper, reads), want)
     try:
         assert_copies_equal(stepper.model, axes)
@@ -292,19 +289,13 @@ def one_rank(
 
 
 def _begin(
-    run: RunConfig, axes: Axes, within: Callable[[], AbstractContextManager[None]]
+    run: RunConfig, axes: Axes, around: Callable[[Any], Any]
 ) -> tuple[Stepper, list[ReadRows]]:
     train = run.train
     model = build_parallel(
         run.model, run.layout, axes, train.seed, torch.device("cpu"), train.dtype
     )
-    run_model = model.run
-
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with within():
-            return run_model(*args, **kwargs)
-
-    model.run = inside  # type: ignore[method-assign]
+    model.run = around(model.run)  # type: ignore[method-assign]
     batches = [_batch(run, step) for step in range(_STEPS)]
     reads: list[ReadRows] = [partial(_rows, batch) for batch in batches]
     return Stepper(model, train, axes, run.layout), reads

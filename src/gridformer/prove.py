@@ -187,7 +187,7 @@ def _by_trainer(
 
 
 def _rank_of_run(run: RunConfig) -> tuple[str, float, float]:
-    return one_rank(run, in_float64)
+    return one_rank(run, in_float64())
 
 
 def check_with_inputs(

@@ -157,17 +157,11 @@ class Roles:
     def held_by(self, stage: nn.Module) -> Roles:
         """Returns the roles of what a stage of the network holds."""
         here = dict(stage.named_modules(remove_duplicate=False))
-        return replace(
-            self,
-            modules={name: role for name, role in self.modules.items() if name in here},
-            parameters={
-                name: role
-                for name, role in self.parameters.items()
-                if name.rpartition(".")[0] in here
-            },
-            heads={name: role for name, role in self.heads.items() if name in here},
-            whole=[name for name in self.whole if name in here],
-        )
+        modules = {n: role for n, role in self.modules.items() if n in here}
+        of_here = {n: role for n, role in self.parameters.items() if n.rpartition(".")[0] in here}
+        heads = {n: role for n, role in self.heads.items() if n in here}
+        whole = [n for n in self.whole if n in here]
+        return replace(self, modules=modules, parameters=of_here, heads=heads, whole=whole)
 
     def for_samples(self) -> Roles:
         """Returns the roles where devices have samples between sections, and sections few of them.
