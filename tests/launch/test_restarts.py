@@ -1,5 +1,6 @@
 """Runs that go on after a failure: in new processes, and with another number of them."""
 
+import json
 import time
 from itertools import islice
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 from gridformer.config import RunConfig
 from gridformer.launch import elastic
 from gridformer.launch.elastic import layouts_for, with_processes
+from gridformer.launch.plan import _machine
 from gridformer.launch.run import launch_with_restarts, resumed, worker
 from gridformer.memory import room
+from gridformer.mesh.launch_env import rank_env
 from gridformer.parallel.registry import describe_layout
 from gridformer.train.metrics import read_metrics
 from gridformer.utils.errors import ConfigError
@@ -132,6 +135,18 @@ def test_some_processes_may_be_left_over(
     monkeypatch.setattr(elastic, "_fits", lambda run, room: False)
     with pytest.raises(ConfigError, match="no layout of at most 5 processes"):
         with_processes(run, 5)
+
+
+@pytest.mark.parametrize("may_leave", [True, False])
+def test_only_elastic_runs_leave_processes_over(
+    may_leave: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_torchrun = {"RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in {**of_torchrun, "MASTER_ADDR": "node01", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    run, place = wanted({"dp": 6}, global_batch=6, elastic=may_leave), rank_env()
+    assert place is not None
+    assert bool(json.loads(_machine(run, place))["problems"]) != may_leave
 
 
 def test_memory_is_shared_by_the_processes_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,22 +21,14 @@ from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.parallel.data.gradients import GradientSums, reduce_gradients
 from gridformer.train.step import Stepper
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import (
-    CPU,
-    axes_of,
-    batch_of,
-    batches_of,
-    built,
-    gradients,
-    tiny,
-)
+from tests.support.multirank import exactness
 from tests.support.multirank.layouts import Layout
 from tests.support.multirank.matrix import MODELS
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
 
 B = 12
-CONFIG = tiny(max_seq_len=8)
+CONFIG = exactness.tiny(max_seq_len=8)
 DATA: Layout = {"scheme": "single", "dp": 2}
 SUPER: Layout = {"scheme": "subgraph", "branches": 2, "dp": 2}
 FIRST: Layout = {**SUPER, "common": "first"}
@@ -49,7 +41,7 @@ def short(layout: Layout) -> str:
 
 def sample_part(axes: Axes, micro: int = 0) -> Tensor:
     """Return this rank's samples of a micro-batch."""
-    batch = batch_of(micro, CONFIG, B).chunk(axes.dp.size)[axes.dp.index]
+    batch = exactness.batch_of(micro, CONFIG, B).chunk(axes.dp.size)[axes.dp.index]
     return batch.chunk(axes.batch.size)[axes.batch.index]
 
 
@@ -59,7 +51,7 @@ def waits_in(layout: Layout, micro_batches: int) -> tuple[int, int, list[float]]
     The list says for each sum that starts how much of a layer's gradients those in flight then
     hold, but for the earliest one.
     """
-    model, axes, _ = built(layout, CONFIG, "float64")
+    model, axes, _ = exactness.built(layout, CONFIG, "float64")
     layer = sum(p.numel() * p.element_size() for p in model.get_submodule("layers.0").parameters())
     with patch.object(bucketing, "BUCKET_BYTES", 4000):
         sums = GradientSums.of(model, axes)
@@ -113,7 +105,7 @@ def test_a_pass_waits_for_sums_only_if_it_makes_the_first_gradients(pool: Worker
 
 def both_ways(layout: Layout, bucket_bytes: int) -> dict[str, float]:
     """Return the largest differences from gradients that are summed after the backward pass."""
-    model, axes, _ = built(layout, CONFIG, "float64")
+    model, axes, _ = exactness.built(layout, CONFIG, "float64")
     with patch.object(bucketing, "BUCKET_BYTES", bucket_bytes):
         sums = GradientSums.of(model, axes)
         found = []
@@ -126,7 +118,7 @@ def both_ways(layout: Layout, bucket_bytes: int) -> dict[str, float]:
                 with begun.backward(last=micro == 1) if begun else nullcontext():
                     loss.backward()
             reduce_gradients(model.parameters(), axes, begun)
-            found.append({name: grad.clone() for name, grad in gradients(model).items()})
+            found.append({name: grad.clone() for name, grad in exactness.gradients(model).items()})
     want, *others = found
     return {
         name: max(float((got[name] - grad).abs().max()) for got in others) / float(grad.abs().max())
@@ -219,8 +211,11 @@ def step_over_rings(layout: Layout, family: str) -> bool:
     Returns whether the order made a difference to any sum on this rank.
     """
     torch.set_num_threads(1)
-    config, plan = tiny(max_seq_len=8, n_layers=3, **MODELS[family]), LayoutConfig(**layout)
-    axes, made_a_difference = axes_of(plan), False
+    config, plan = (
+        exactness.tiny(max_seq_len=8, n_layers=3, **MODELS[family]),
+        LayoutConfig(**layout),
+    )
+    axes, made_a_difference = exactness.axes_of(plan), False
     all_reduce = comm.all_reduce
 
     def ring(x: Tensor, axis: Axis) -> Tensor:
@@ -243,9 +238,9 @@ def step_over_rings(layout: Layout, family: str) -> bool:
         assert axis.name == "dp"
         return Pending(ring(x, axis).chunk(axis.size, dim)[axis.index].clone())
 
-    model = build_parallel(config, plan, axes, 1, CPU)
+    model = build_parallel(config, plan, axes, 1, exactness.CPU)
     stepper = Stepper(model, TrainConfig(global_batch=6), axes, plan)
-    batch = batches_of(0, config, 6)
+    batch = exactness.batches_of(0, config, 6)
     with (
         patch.object(comm, "all_reduce", reduce),
         patch.object(comm, "start_all_reduce", start_reduce),

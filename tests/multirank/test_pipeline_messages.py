@@ -20,30 +20,22 @@ from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline import Event, Executor, idle_fraction
 from gridformer.utils.batch import Batch, MicroBatch
 from tests.support.marks import full_unless
+from tests.support.multirank import pipelines
 from tests.support.multirank.exactness import CPU, axes_of
 from tests.support.multirank.layouts import Layout
-from tests.support.multirank.pipelines import (
-    LENGTH,
-    ROWS,
-    SETTINGS,
-    SOURCE,
-    family,
-    reads_of,
-    stepper_of,
-)
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.replicas import SINGLE, read_of, settings_of
 
 H = 16
-TOKENS, SOURCES = ROWS * LENGTH * H, ROWS * SOURCE * H
+TOKENS, SOURCES = pipelines.ROWS * pipelines.LENGTH * H, pipelines.ROWS * pipelines.SOURCE * H
 MEGATRON: Layout = {"scheme": "megatron", "cols": 2}
 
 
 def moved(layout: Layout, config: ModelConfig) -> dict[str, tuple[float, int]]:
     """Count a step's elements and messages between stages, and the gathers over col."""
     plan = LayoutConfig(**layout)
-    stepper = stepper_of(config, plan, axes_of(plan))
-    (read,) = reads_of(config, 1)
+    stepper = pipelines.stepper_of(config, plan, axes_of(plan))
+    (read,) = pipelines.reads_of(config, 1)
     with comm.record_messages() as recorder:
         stepper(0, read)
     found: dict[str, tuple[float, int]] = {}
@@ -77,21 +69,21 @@ def test_a_tensor_crosses_once(
     m = 3
     layout = {**layout, "pp": 2, "micro_batches": m}
     n = LayoutConfig(**layout).n_processes
-    for found in pool.run(n, moved, layout, family("gpt2")):
+    for found in pool.run(n, moved, layout, pipelines.family("gpt2")):
         assert found["send"] == found["recv"] == (TOKENS / share, m)
         assert found["col"] == ((TOKENS / 2, m) if gathered else (0, 0))
 
 
 def test_the_first_sub_grid_alone_sends(pool: WorkerPool) -> None:
     layout = {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2, "micro_batches": 2}
-    for rank, found in enumerate(pool.run(4, moved, layout, family("gpt2"))):
+    for rank, found in enumerate(pool.run(4, moved, layout, pipelines.family("gpt2"))):
         assert found["send"] == ((TOKENS, 2) if rank % 2 == 0 else (0, 0))
 
 
 def begins(layout: Layout, config: ModelConfig) -> list[str]:
     """Return the first link of each stage."""
     plan = LayoutConfig(**layout)
-    model = stepper_of(config, plan, axes_of(plan)).model
+    model = pipelines.stepper_of(config, plan, axes_of(plan)).model
     names = [link.name for link in model.links()]
     return [names[stage.start] for stage in model.stages]
 
@@ -99,7 +91,10 @@ def begins(layout: Layout, config: ModelConfig) -> list[str]:
 @pytest.mark.parametrize("pp", full_unless(lambda pp: pp == 5, [5, 7]))
 def test_encoder_results_travel_through_decoder_stages(pool: WorkerPool, pp: int) -> None:
     """The encoder's result passes through the decoder's stages, but not to a head alone."""
-    layout, config = {"pp": pp, "micro_batches": 2}, family("t5", n_layers=1, n_decoder_layers=3)
+    layout, config = (
+        {"pp": pp, "micro_batches": 2},
+        pipelines.family("t5", n_layers=1, n_decoder_layers=3),
+    )
     config = config.model_copy(update={"vocab_size": 400})  # so that the head is a stage
     first = pool.run(pp, begins, layout, config)[0]
     assert first[-2:] == ["decoder.layers.2", "head"]
@@ -124,7 +119,7 @@ def with_one_copy_changed(layout: Layout, model: Family, name: str, rank: int) -
     """Return what the sanity check says on this rank."""
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
-    stepper = stepper_of(family(model), plan, axes)
+    stepper = pipelines.stepper_of(pipelines.family(model), plan, axes)
     assert_copies_equal(stepper.model, axes)
     if axes.world.index == rank:
         with torch.no_grad():
@@ -163,7 +158,7 @@ def sums_in_backward(layout: Layout) -> tuple[list[str], int]:
     """
     plan = LayoutConfig(**layout)
     axes = axes_of(plan)
-    stepper = stepper_of(family("gpt2", n_labels=0), plan, axes)
+    stepper = pipelines.stepper_of(pipelines.family("gpt2", n_labels=0), plan, axes)
     executor = stepper.executor
     assert isinstance(executor, Executor)
     seen: list[str] = []
@@ -186,7 +181,7 @@ def sums_in_backward(layout: Layout) -> tuple[list[str], int]:
 
         bucket.start, bucket.finish = start, finish  # type: ignore[assignment,method-assign]
     executor.on_action = lambda event: seen.append(event.kind)
-    (read,) = reads_of(family("gpt2", n_labels=0), 1)
+    (read,) = pipelines.reads_of(pipelines.family("gpt2", n_labels=0), 1)
     read_tokens = lambda rows: {k: v for k, v in read(rows).items() if k in ("tokens", "targets")}  # noqa: E731
     stepper(0, read_tokens)
     return [kind for kind in seen if kind in ("sum", "backward")], late
@@ -292,8 +287,8 @@ def test_idle_time_of_equal_stages(pool: WorkerPool, order: str, k: int) -> None
 
 
 def held(layout: Layout) -> list[int]:
-    plan, config = LayoutConfig(**layout), family("gpt2", n_layers=8)
-    model = build_parallel(config, plan, axes_of(plan), 1, CPU, SETTINGS.dtype)
+    plan, config = LayoutConfig(**layout), pipelines.family("gpt2", n_layers=8)
+    model = build_parallel(config, plan, axes_of(plan), 1, CPU, pipelines.SETTINGS.dtype)
     layers = [name for name, _ in model.named_parameters() if name.startswith("layers")]
     return sorted({int(name.split(".")[1]) for name in layers})
 

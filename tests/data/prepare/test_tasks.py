@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 
 from gridformer.cli.prepare_output import next_command
-from gridformer.data.prepare.tasks import (
-    BAD_ROWS,
-    GLUE,
-    MISPLACED,
-    Example,
-    prepare_task,
-    read_glue,
-    read_race,
-    read_squad,
-)
+from gridformer.data.prepare import tasks
 from gridformer.data.side_texts import read_questions
 from gridformer.launch.plan import check_run
 from gridformer.utils.errors import DataError
@@ -44,24 +35,27 @@ def test_rows_of_glue(tmp_path: Path) -> None:
         b"1\t3\t4\tonly one\r\n"
         b"2\t5\t6\tA\tB\t0\n"
     )
-    found = [*read_glue(GLUE["qqp"], file, skipped)]
-    assert found == [Example(("How \x85 old?", 'What "age"?'), "1"), Example(("A", "B"), "0")]
-    assert skipped == {BAD_ROWS: 1}
+    found = [*tasks.read_glue(tasks.GLUE["qqp"], file, skipped)]
+    assert found == [
+        tasks.Example(("How \x85 old?", 'What "age"?'), "1"),
+        tasks.Example(("A", "B"), "0"),
+    ]
+    assert skipped == {tasks.BAD_ROWS: 1}
     file.write_text("gj04\t1\t\tThey drank.\ngj04\t0\t*\tThem drank.\n", encoding="utf-8")
-    assert [*read_glue(GLUE["cola"], file, skipped)] == [
-        Example(("They drank.", ""), "1"),
-        Example(("Them drank.", ""), "0"),
+    assert [*tasks.read_glue(tasks.GLUE["cola"], file, skipped)] == [
+        tasks.Example(("They drank.", ""), "1"),
+        tasks.Example(("Them drank.", ""), "0"),
     ]
 
 
 def test_files_that_are_not_of_a_data_set(tmp_path: Path) -> None:
-    rte, sst_2 = (partial(read_glue, GLUE[name]) for name in ("rte", "sst-2"))
-    read_folder: Any = lambda file, skipped: read_race(file.parent, skipped)  # noqa: E731
+    rte, sst_2 = (partial(tasks.read_glue, tasks.GLUE[name]) for name in ("rte", "sst-2"))
+    read_folder: Any = lambda file, skipped: tasks.read_race(file.parent, skipped)  # noqa: E731
     rows: list[tuple[Any, str, str, str]] = [
         (rte, "a.tsv", "index\tsentence1\n", "sentence2"),
         (sst_2, "t.tsv", "sentence\tlabel\n", "no row"),
-        (read_squad, "s.json", '{"version": "1.1"}', "KeyError: 'data'"),
-        (read_squad, "u.json", "{", "u.json"),
+        (tasks.read_squad, "s.json", '{"version": "1.1"}', "KeyError: 'data'"),
+        (tasks.read_squad, "u.json", "{", "u.json"),
         (read_folder, "r.txt", '{"article": "a"}', "questions"),
     ]
     for read, name, text, told in rows:
@@ -69,7 +63,7 @@ def test_files_that_are_not_of_a_data_set(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=told):
             [*read(tmp_path / name, Counter())]
     with pytest.raises(DataError, match=r"has no train\.tsv, which --format mnli reads"):
-        prepare_task("mnli", tmp_path, tmp_path / "out", words_tokenizer())
+        tasks.prepare_task("mnli", tmp_path, tmp_path / "out", words_tokenizer())
 
 
 def test_answers_that_are_not_at_their_place_are_left_out(tmp_path: Path) -> None:
@@ -81,8 +75,8 @@ def test_answers_that_are_not_at_their_place_are_left_out(tmp_path: Path) -> Non
     file = tmp_path / "dev-v1.1.json"
     file.write_text(json.dumps(raw), encoding="utf-8")
     skipped: Counter[str] = Counter()
-    assert [question.id for question, _ in read_squad(file, skipped)] == ["0"]
-    assert skipped == {MISPLACED: 1}
+    assert [question.id for question, _ in tasks.read_squad(file, skipped)] == ["0"]
+    assert skipped == {tasks.MISPLACED: 1}
 
 
 def test_blanks_of_race_are_filled(tmp_path: Path) -> None:
@@ -93,7 +87,7 @@ def test_blanks_of_race_are_filled(tmp_path: Path) -> None:
         "answers": ["C", "A"],
     }
     (tmp_path / "1.txt").write_text(json.dumps(raw), encoding="utf-8")
-    first, second = read_race(tmp_path, Counter())
+    first, second = tasks.read_race(tmp_path, Counter())
     assert first.texts[3] == "The cat is _ red."
     assert (first.values, second.texts[2], second.values) == ({"right": 2}, "Who? b", {"right": 0})
 
@@ -106,7 +100,7 @@ def test_a_folder_of_pairs_with_labels(tmp_path: Path) -> None:
         ("contradiction", "entailment", "neutral"),
     )
     assert (folder.train.n_documents, folder.val.n_documents) == (60, 21)
-    assert folder.index.skipped == {BAD_ROWS: 2}
+    assert folder.index.skipped == {tasks.BAD_ROWS: 2}
     rows = (tmp_path / "mnli" / "dev_matched.tsv").read_text(encoding="utf-8").split("\n")
     for number in (0, 20):
         _, a, b, _, label = rows[1 + number].split("\t")
@@ -116,7 +110,7 @@ def test_a_folder_of_pairs_with_labels(tmp_path: Path) -> None:
         decode = folder.tokenizer.decode
         assert (decode(ids[:n_a].tolist()), decode(ids[n_a:].tolist())) == (a, b)
         assert folder.index.labels[folder.val.columns["labels"][number]] == label
-    other = prepare_task(
+    other = tasks.prepare_task(
         "mnli-mismatched", write_mnli(tmp_path / "again"), tmp_path / "other", words_tokenizer()
     )
     assert other.val.n_documents == 10
@@ -124,18 +118,18 @@ def test_a_folder_of_pairs_with_labels(tmp_path: Path) -> None:
 
 def test_scores_of_pairs_are_numbers(tmp_path: Path) -> None:
     folder = examples("sts-b", tmp_path)
-    assert (folder.index.labels, folder.index.skipped) == ((), {BAD_ROWS: 2})
+    assert (folder.index.labels, folder.index.skipped) == ((), {tasks.BAD_ROWS: 2})
     rows = (tmp_path / "sts-b" / "dev.tsv").read_text(encoding="utf-8").split("\n")
     assert folder.val.columns["value"][3] == float(rows[4].split("\t")[-1])
     (tmp_path / "sts-b" / "dev.tsv").write_text("sentence1\tsentence2\tscore\na\tb\tnan\n")
     with pytest.raises(DataError, match="no row has texts and a number"):
-        prepare_task("sts-b", tmp_path / "sts-b", tmp_path / "again", words_tokenizer())
+        tasks.prepare_task("sts-b", tmp_path / "sts-b", tmp_path / "again", words_tokenizer())
 
 
 @pytest.mark.parametrize("version", ["v1.1", "v2.0"])
 def test_tokens_of_answers_spell_the_answers(tmp_path: Path, version: str) -> None:
     path = write_squad(tmp_path / "squad", version)
-    folder = prepare_task("squad", path, tmp_path / "out", words_tokenizer())
+    folder = tasks.prepare_task("squad", path, tmp_path / "out", words_tokenizer())
     for split, n in ((folder.train, 20), (folder.val, 9)):
         questions = read_questions(folder.path, split.name)
         assert len(questions) == split.n_documents == (n if version == "v1.1" else 2 * n)
@@ -149,7 +143,7 @@ def test_tokens_of_answers_spell_the_answers(tmp_path: Path, version: str) -> No
                 continue
             said = folder.tokenizer.decode(context[low : high + 1].tolist())
             assert said.strip() == question.answers[0]
-    again = prepare_task("squad", path, tmp_path / "out", words_tokenizer(), overwrite=True)
+    again = tasks.prepare_task("squad", path, tmp_path / "out", words_tokenizer(), overwrite=True)
     assert again.val.n_documents == folder.val.n_documents
 
 
@@ -166,7 +160,7 @@ FORMATS = {
 def test_the_command_that_comes_next_reads_what_was_written(tmp_path: Path, name: str) -> None:
     write, shipped = FORMATS[name]
     out = tmp_path / "my data"
-    folder = prepare_task(name, write(tmp_path / "from"), out, words_tokenizer())
+    folder = tasks.prepare_task(name, write(tmp_path / "from"), out, words_tokenizer())
     program, train, run, *words = shlex.split(next_command(folder, out))
     assert (program, train, run) == ("gridformer", "train", shipped)
     settings = words[: words.index("--out")]

@@ -15,17 +15,7 @@ from gridformer.models.blocks import DropoutRng
 from gridformer.models.blocks.dropout import Dropout, drop_elements
 from gridformer.models.kernels import attention
 from gridformer.utils import rng
-from tests.support.kernels import (
-    ATTENTION,
-    MASKS,
-    NO_LOOPS,
-    counter_of,
-    interpreter,
-    run_attention,
-    run_compiled,
-    run_model,
-    runs_loops,
-)
+from tests.support import kernels
 from tests.support.marks import full_unless
 
 InProcess = Callable[..., Any]
@@ -33,15 +23,15 @@ InProcess = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def cpu() -> Iterator[InProcess]:
-    with interpreter() as call:
+    with kernels.interpreter() as call:
         yield call
 
 
 @pytest.fixture(scope="module")
 def loops(cpu: InProcess) -> InProcess:
     """The same process, if it can run the kernels of attention, which have loops."""
-    if not cpu(runs_loops):
-        pytest.skip(NO_LOOPS)
+    if not cpu(kernels.runs_loops):
+        pytest.skip(kernels.NO_LOOPS)
     return cpu
 
 
@@ -54,18 +44,18 @@ def masked(*arguments: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", kernels.MASKS)
 def test_masks_have_the_bits_of_the_reference(
     cpu: InProcess, name: str, dtype: torch.dtype
 ) -> None:
     """So have the results, NaN, infinity and negative zero included, and those of a transpose."""
-    shape, first, places, p = MASKS[name]
+    shape, first, places, p = kernels.MASKS[name]
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(shape, generator=generator).to(dtype)
     x[0, 0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
     if dtype == torch.bfloat16:
         x = torch.ones(shape, dtype=dtype)
-    where = counter_of(first), *places, p
+    where = kernels.counter_of(first), *places, p
     for y in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
         got, want = cpu(masked, y, *where), drop_elements(y, *where)
         if dtype == torch.bfloat16:
@@ -104,11 +94,13 @@ def run_dropout() -> tuple[Tensor, Tensor]:
 QUICK_ATTENTION = {"everything", "documents", "documents of two rows"}
 
 
-@pytest.mark.parametrize("name", full_unless(QUICK_ATTENTION.__contains__, ATTENTION))
+@pytest.mark.parametrize("name", full_unless(QUICK_ATTENTION.__contains__, kernels.ATTENTION))
 def test_attention_of_several_tiles(loops: InProcess, name: str) -> None:
     """Results and all gradients equal the unfused path's, with its dropout masks."""
-    got, want = (loops(run_attention, name, fused, torch.float64, "cpu") for fused in (True, False))
-    assert len(got) == len(want) == 4 + ATTENTION[name][3]
+    got, want = (
+        loops(kernels.run_attention, name, fused, torch.float64, "cpu") for fused in (True, False)
+    )
+    assert len(got) == len(want) == 4 + kernels.ATTENTION[name][3]
     for one, other in zip(got, want):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
@@ -117,8 +109,8 @@ def test_attention_of_several_tiles(loops: InProcess, name: str) -> None:
     "dtype", full_unless(lambda dtype: dtype == torch.float16, [torch.float16, torch.float32])
 )
 def test_attention_in_types_of_gpus(loops: InProcess, dtype: torch.dtype) -> None:
-    got = loops(run_attention, "everything", True, dtype, "cpu")
-    want = loops(run_attention, "everything", False, torch.float64, "cpu")
+    got = loops(kernels.run_attention, "everything", True, dtype, "cpu")
+    want = loops(kernels.run_attention, "everything", False, torch.float64, "cpu")
     atol = {torch.float32: 1e-5, torch.float16: 2e-2}[dtype]
     for one, other in zip(got, want):
         torch.testing.assert_close(one.double(), other, rtol=0, atol=atol)
@@ -149,13 +141,15 @@ def check_operators() -> None:
     k, v = torch.randn(2, b, n, seen, d)
     valid, bias = torch.ones(b, seen, dtype=torch.bool), torch.randn(n, s, seen)
     settings = attention.Settings(True, 0.5, 4, 0.1, 0, 2, 1).arguments()
-    found = (q, k, v, valid, bias, None, counter_of(3))
+    found = (q, k, v, valid, bias, None, kernels.counter_of(3))
     out, lse = ops.attention(*found, *settings)
     tests = ("test_schema", "test_faketensor")
     x = torch.randn(2, 3, 4).transpose(0, 1)
     for op in (ops.masked, ops.masked_unfused):
-        torch.library.opcheck(op.default, (x, counter_of(3), 0, 3, 0, 0, 0.1), test_utils=tests)
-    scores = (counter_of(3), (b, n, s, seen), (0, 2, 1), 0.1)
+        torch.library.opcheck(
+            op.default, (x, kernels.counter_of(3), 0, 3, 0, 0, 0.1), test_utils=tests
+        )
+    scores = (kernels.counter_of(3), (b, n, s, seen), (0, 2, 1), 0.1)
     torch.library.opcheck(ops.keep_scores.default, scores, test_utils=tests)
     torch.library.opcheck(ops.attention.default, (*found, *settings), test_utils=tests)
     for wants_bias in (False, True):
@@ -170,8 +164,8 @@ def check_operators() -> None:
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_kernels_are_part_of_compiled_blocks(loops: InProcess, family: str) -> None:
     """Without a graph break; other steps and rows compile nothing, and change the masks."""
-    losses, gradients, breaks = loops(run_compiled, family, "aot_eager")
-    want, others, _ = loops(run_compiled, family, "")
+    losses, gradients, breaks = loops(kernels.run_compiled, family, "aot_eager")
+    want, others, _ = loops(kernels.run_compiled, family, "")
     assert losses == pytest.approx(want, rel=1e-6)
     assert len(set(losses)) == 3
     for name, gradient in gradients.items():
@@ -209,7 +203,7 @@ def test_models_have_the_same_loss_and_gradients(
     loops: InProcess, family: str, padded: bool, rate: float, documents: bool
 ) -> None:
     (got, gradients), (want, others) = (
-        loops(run_model, family, padded, rate, fused, documents) for fused in (True, False)
+        loops(kernels.run_model, family, padded, rate, fused, documents) for fused in (True, False)
     )
     assert got == pytest.approx(want, rel=1e-12)
     assert gradients.keys() == others.keys()
