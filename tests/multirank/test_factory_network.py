@@ -142,6 +142,21 @@ class LooksBack(own_networks.Placed):
         return x + x.roll(1, 1)
 
 
+class Orders(own_networks.Placed):
+    order: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.arange(24))
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return super().forward(tokens, self.order[: tokens.shape[1]].unsqueeze(0))
+
+
+def orders() -> tuple[nn.Module, None, dict[str, str]]:
+    return Orders(), None, own_model.PLAN
+
+
 class AddsWords(own_model.Layer):
     words: nn.Embedding
 
@@ -185,6 +200,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         OWN,
         {"scheme": "optimus", "rows": 2, "rows_over": "sequence"},
         "its forward has no argument position_ids=None",
+    ),
+    "place of its own": (
+        f"{HERE}:orders",
+        {"scheme": "optimus", "rows": 2, "rows_over": "sequence"},
+        "or on its place instead of position_ids",
     ),
     "place untold": (
         f"{HERE}:looks_back",

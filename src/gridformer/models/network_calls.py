@@ -151,8 +151,9 @@ def mixing_of_tokens(network: nn.Module) -> str:
     draw, s = torch.Generator().manual_seed(0), 8
 
     def value(x: Tensor) -> Tensor:  # element [i, j, ...] is number i + j + ... of a line
-        line = torch.randn(sum(x.shape) + 1, generator=draw, dtype=torch.float64) / 8
-        line = line if x.is_floating_point() else line.to(x.dtype)
+        line = torch.arange(sum(x.shape) + 1).to(x.dtype)
+        if x.is_floating_point():
+            line = torch.randn(len(line), generator=draw, dtype=torch.float64) / 8
         return line.as_strided(x.shape, (1,) * x.dim())
 
     def attend(
