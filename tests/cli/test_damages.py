@@ -219,6 +219,7 @@ OF_THE_REST: dict[str, tuple[Callable[[Path], object], str]] = {
     "no metrics": (lambda out: (out / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
     "garbage": (metrics(lambda lines: lines.insert(2, "}")), "line 3 cannot be read"),
     "a gap": (metrics(lambda lines: lines.pop(2)), "after step 1 comes step 3"),
+    "no first steps": (metrics(lambda lines: lines.__delitem__(slice(2))), "it begins at step 2"),
     "too few metrics": (metrics(lambda lines: lines.pop()), "it ends at step 3"),
     "metrics of any size": (lambda out: os.truncate(out / "metrics.jsonl", 1 << 36),
         "metrics.jsonl: cannot be read (it has more than 8 GiB"),

@@ -256,7 +256,7 @@ def _mistake(file: Path, value: Any) -> None:
         return
     try:
         whole = json.loads(file.read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     if isinstance(whole, dict) and whole:
         whole[sorted(whole)[len(str(value)[:50]) % len(whole)]] = value
