@@ -152,6 +152,11 @@ def test_a_user_error_is_its_message(start: Start, entrypoint: str) -> None:
     assert (code, err) == (2, "ConfigError: first problem\nsecond problem\n")
 
 
+def test_the_others_are_not_waited_for_when_one_has_lost_a_peer(start: Start) -> None:
+    code, _, err = finish(start("one_has_lost_another", 3))
+    assert (code, err) == (1, "gridformer: another rank could not save\n")
+
+
 @pytest.mark.parametrize(
     ("gpus", "device", "n", "nproc", "problem"),
     [

@@ -14,7 +14,7 @@ from gridformer.launch import worker_process
 from gridformer.mesh.launch_env import STORE_FILE
 from gridformer.mesh.process_group import close_process_groups, init_process_groups
 from gridformer.utils import signals
-from gridformer.utils.errors import ConfigError
+from gridformer.utils.errors import ConfigError, SaveError
 from gridformer.utils.files import writing
 
 
@@ -125,6 +125,13 @@ def config_error_of_one_that_stops(folder: Path, n: int) -> None:
     while os.environ["RANK"] == "1" and not stop.requested:
         time.sleep(0.01)
     config_error(folder, n)
+
+
+def one_has_lost_another(folder: Path, n: int) -> None:
+    """Rank 0 ends because of another rank, but none says that it is the one."""
+    if os.environ["RANK"] == "0":
+        raise SaveError("another rank could not save", elsewhere=True)
+    time.sleep(600)
 
 
 # Runs that fail before or soon after they begin, for tests of the fork server and of memory.

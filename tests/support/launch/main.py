@@ -18,6 +18,7 @@ from gridformer.utils.signals import StopPolicy
 from tests.support.launch.named import run_named
 
 POLICIES = {
+    "one_has_lost_another": StopPolicy(0.5),
     "one_long_save": StopPolicy(0.5, ("SIGUSR1",)),
     "fails_when_it_goes_on": StopPolicy(timeout_s=0.1),
     "one_step_that_no_grace_ends": StopPolicy(600.0),
