@@ -16,13 +16,7 @@ from gridformer.models import T5
 from gridformer.models.blocks import KVCache
 from gridformer.utils.errors import ConfigError
 from tests.support.marks import full_unless
-from tests.support.reference.shared import (
-    config_of,
-    from_hugging_face,
-    hugging_face,
-    plain,
-    tokens_of,
-)
+from tests.support.reference import shared
 
 V, END = 23, 1
 # Sources, by seed and length, for which no two candidates are nearly equal: weights changed by 3e-4
@@ -36,11 +30,13 @@ def models() -> tuple[T5, Any]:
 
     The end token's logits are larger than others, so that targets end early or late.
     """
-    config = config_of("t5", vocab_size=V, n_decoder_layers=2)
-    theirs = hugging_face("t5", config, torch.float64)
+    config = shared.config_of("t5", vocab_size=V, n_decoder_layers=2)
+    theirs = shared.hugging_face("t5", config, torch.float64)
     with torch.no_grad():
         theirs.shared.weight[END].mul_(2.0)
-    ours = plain(config, torch.float64, from_hugging_face(theirs.state_dict(), config))
+    ours = shared.plain(
+        config, torch.float64, shared.from_hugging_face(theirs.state_dict(), config)
+    )
     assert isinstance(ours, T5)
     return ours, theirs
 
@@ -63,7 +59,7 @@ def test_sources_of_a_batch_have_the_targets_that_they_have_alone(
     models: tuple[T5, Any], how: BeamSearch
 ) -> None:
     ours, _ = models
-    sources = [tokens_of(V, 1, size, seed=seed)[0].tolist() for seed, size in SOURCES]
+    sources = [shared.tokens_of(V, 1, size, seed=seed)[0].tolist() for seed, size in SOURCES]
     want = [found_by(ours, source, how) for source in sources]
     assert search_all(ours, sources, how) == want
     lengths = {len(target) for target in want}
@@ -82,7 +78,7 @@ def test_sources_of_a_batch_have_the_targets_that_they_have_alone(
 def test_finds_what_hugging_face_finds(models: tuple[T5, Any], beams: int, penalty: float) -> None:
     ours, theirs = models
     for seed, size in SOURCES:
-        source = tokens_of(V, 1, size, seed=seed)
+        source = shared.tokens_of(V, 1, size, seed=seed)
         found = found_by(ours, source[0].tolist(), BeamSearch(beams, penalty, 15))
         with torch.no_grad():
             want = theirs.generate(
@@ -112,7 +108,7 @@ def test_beams_take_their_keys_and_values_along() -> None:
 
 def test_some_words_are_never_said(models: tuple[T5, Any]) -> None:
     ours, _ = models
-    source = tokens_of(V, 1, 9)[0].tolist()
+    source = shared.tokens_of(V, 1, 9)[0].tolist()
     first = found_by(ours, source, BeamSearch(3, 1.0, 12))
     again = found_by(ours, source, BeamSearch(3, 1.0, 12), first)
     assert first

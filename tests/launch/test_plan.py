@@ -11,13 +11,7 @@ import pytest
 import gridformer.check
 from gridformer.check import Problem, Report
 from gridformer.config import RunConfig
-from gridformer.launch.plan import (
-    check_run,
-    check_run_dir,
-    plan_checked,
-    preflight_problems,
-    read_run_without_data,
-)
+from gridformer.launch import plan
 from gridformer.launch.run_lock import is_held
 from gridformer.memory import room
 from gridformer.memory.room import Room
@@ -48,13 +42,13 @@ def test_a_refusal_loads_no_torch() -> None:
 @pytest.mark.parametrize("name", ["index.json", "config.json", "config.yaml"])
 def test_a_run_replaces_no_files_of_others(tmp_path: Path, name: str) -> None:
     """A folder of tokens, a model of Hugging Face, and the folder of a run file."""
-    check_run_dir(tmp_path / "new")
-    check_run_dir(tmp_path)
+    plan.check_run_dir(tmp_path / "new")
+    plan.check_run_dir(tmp_path)
     (tmp_path / name).write_text("mine")
     with pytest.raises(ConfigError, match=f"has a file {name}"):
-        check_run_dir(tmp_path)
+        plan.check_run_dir(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
-    check_run_dir(tmp_path)
+    plan.check_run_dir(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +67,7 @@ def test_a_run_neither_waits_for_pipes_nor_reads_devices(
 ) -> None:
     put(tmp_path / name)
     with pytest.raises(ConfigError, match=f"{name} is no .* where a run has one: remove it"):
-        check_run_dir(tmp_path)
+        plan.check_run_dir(tmp_path)
 
 
 def test_readers_of_a_run_do_not_wait_for_pipes(tmp_path: Path) -> None:
@@ -88,15 +82,15 @@ def test_readers_of_a_run_do_not_wait_for_pipes(tmp_path: Path) -> None:
 
 def test_a_model_that_takes_its_vocabulary_from_the_data() -> None:
     with pytest.raises(ConfigError, match=r"add model\.vocab_size"):
-        read_run_without_data("demo-4m")
-    assert read_run_without_data("demo-4m", ["model.vocab_size=300"]).model.vocab_size == 300
+        plan.read_run_without_data("demo-4m")
+    assert plan.read_run_without_data("demo-4m", ["model.vocab_size=300"]).model.vocab_size == 300
 
 
 def test_the_length_of_a_long_context_is_assumed_for_estimates_alone(
     tmp_path: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    assert read_run_without_data("llama-3.1-8b", (), notes.append).seq_len == 8192
+    assert plan.read_run_without_data("llama-3.1-8b", (), notes.append).seq_len == 8192
     assert notes == [
         "data.seq_len is not set: this is for sequences of 8,192 tokens, and llama-3.1-8b reads up "
         "to 131,072"
@@ -106,13 +100,15 @@ def test_the_length_of_a_long_context_is_assumed_for_estimates_alone(
         ("llama-3.1-8b", ["data.seq_len=65536"], 65536),
         ("gpt2-124m", [], 1024),
     ):
-        assert read_run_without_data(model, words, notes.append).seq_len == length
+        assert plan.read_run_without_data(model, words, notes.append).seq_len == length
     monkeypatch.setattr("gridformer.launch.plan.ESTIMATED_TOKENS", 100)
     path = tmp_path / "mine.yaml"
     model = "{family: llama, n_layers: 1, hidden_size: 8, n_heads: 2, max_seq_len: 200}"
     path.write_text(f"model: {model}\ndata: {{path: {token_folder}}}\n")
-    assert read_run_without_data(path, (), notes.append).seq_len == 200, "as it trains on its data"
-    assert check_run(path).seq_len == 200
+    assert plan.read_run_without_data(path, (), notes.append).seq_len == 200, (
+        "as it trains on its data"
+    )
+    assert plan.check_run(path).seq_len == 200
     assert not notes
 
 
@@ -156,7 +152,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def refusals(layout: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Return why a run is refused, and what is told besides."""
     run, told = a_run(layout, {"n_layers": 2}, {}), list[str]()
-    problems = preflight_problems(run, lambda text, _: told.append(text), decide_run(run))
+    problems = plan.preflight_problems(run, lambda text, _: told.append(text), decide_run(run))
     return problems, [text for text in told if text]
 
 
@@ -183,7 +179,7 @@ def planned() -> list[str]:
     run = a_run(layout, model, {"global_batch": 5, "device": "cuda"})
     with one_group_for_all_messages():
         try:
-            plan_checked(run, room=Room(2**50, "there is enough"))
+            plan.plan_checked(run, room=Room(2**50, "there is enough"))
         except ConfigError as error:
             return error.problems
     raise AssertionError("the run was not refused")

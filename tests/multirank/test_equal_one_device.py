@@ -17,13 +17,7 @@ from gridformer.config.reading import configs_dir
 from gridformer.exactness import IN_BACKWARD, METHODS
 from gridformer.parallel.auto.heuristics import decide
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import (
-    EVERYTHING,
-    TRAIN,
-    assert_equal_one_device,
-    compare,
-    tiny,
-)
+from tests.support.multirank import exactness
 from tests.support.multirank.layouts import GRIDS, KINDS, Layout, n_of, subgraph
 from tests.support.multirank.matrix import CELLS, QUICK, SCHEMES, SETTINGS, Cell, refusal
 from tests.support.multirank.matrix import MODELS as MATRIX_MODELS
@@ -45,7 +39,7 @@ class Case(NamedTuple):
     task: Task = "auto"
 
     def __str__(self) -> str:
-        more = {k: v for k, v in self.train.items() if k not in TRAIN and k != "dtype"}
+        more = {k: v for k, v in self.train.items() if k not in exactness.TRAIN and k != "dtype"}
         words = [self.name, *self.layout.values(), *more.values()]
         return "-".join(map(str, words)).replace(", ", "_").replace(" ", "_")
 
@@ -128,10 +122,10 @@ def grids() -> Iterator[Case]:
     yield from cases("dropout", ALONE, dropped, masks)
     yield from cases("accumulated", ACCUMULATED, [], {"dropout": 0.1})  # quickly in `kept`
     quick = [one for one in PRODUCTS if on_three_columns(one)]
-    yield from cases("products", PRODUCTS, quick, EVERYTHING)
+    yield from cases("products", PRODUCTS, quick, exactness.EVERYTHING)
     # A weight that was kept into the next step would show in the next step's loss.
     quick = [one for one in KEPT if kept_quickly(one)]
-    yield from cases("kept", KEPT, quick, EVERYTHING, global_batch=36)
+    yield from cases("kept", KEPT, quick, exactness.EVERYTHING, global_batch=36)
     short = {"max_seq_len": 12}
     yield from cases(
         "products in float32", SOME_PRODUCTS, SOME_PRODUCTS[4:], short, dtype="float32"
@@ -202,11 +196,11 @@ def families() -> Iterator[Case]:
         config = {"dropout": 0.1, "attention_dropout": 0.1, "max_seq_len": 12, **changes}
         quick = (model, name) in QUICK_FAMILIES
         yield Case(f"{model}-{name}", layout, config, {"dtype": "float64"}, quick)
-    yield from cases("branches", SUBGRAPHS, SUBGRAPHS[::8], {**EVERYTHING})
+    yield from cases("branches", SUBGRAPHS, SUBGRAPHS[::8], {**exactness.EVERYTHING})
     rounded = [subgraph(2, **KINDS[6]), subgraph(2, 2, **KINDS[0]), subgraph(4, **KINDS[4])]
     yield from cases("branches", rounded, rounded, {"max_seq_len": 12}, dtype="float32")
     labels = [subgraph(2, 2, common=common) for common in ("all", "first")]
-    yield from cases("labels", labels, labels, {**EVERYTHING, "n_labels": 3})
+    yield from cases("labels", labels, labels, {**exactness.EVERYTHING, "n_labels": 3})
 
 
 # --------------------------------------------------- replicas
@@ -470,7 +464,7 @@ SELECTIVE: Settings = {"recompute": "selective"}
 ROWS: dict[str, tuple[Layout, Settings, Settings, bool]] = {
     "one sequence": (over_sequence("megatron_2d", 4, 1, **ALONE_IN_STEP), {}, FOUR, True),
     "one sequence, grid": (over_sequence("optimus", 2, 2, **ALONE_IN_STEP), GROUPED, FOUR, False),
-    "both chunks": (over_sequence("megatron_2d", 2, 3), EVERYTHING, SELECTIVE, True),
+    "both chunks": (over_sequence("megatron_2d", 2, 3), exactness.EVERYTHING, SELECTIVE, True),
     "recomputed": (over_sequence("optimus", 3, 1), GROUPED, {"recompute": "full"}, True),
     "kept attention": (over_sequence("megatron_2d", 2, 2), GROUPED,
         {"recompute": "except_attention"}, True),
@@ -507,8 +501,8 @@ CASES = sorted(
 
 @pytest.mark.parametrize("case", full_unless(lambda case: case.quick, CASES), ids=str)
 def test_equals_one_device(pool: WorkerPool, case: Case) -> None:
-    settings = {**TRAIN, **case.train}
-    assert_equal_one_device(pool, case.layout, case.model, settings, case.task)
+    settings = {**exactness.TRAIN, **case.train}
+    exactness.assert_equal_one_device(pool, case.layout, case.model, settings, case.task)
 
 
 ROUNDED: list[Case] = [
@@ -532,9 +526,11 @@ ROUNDED: list[Case] = [
 @pytest.mark.parametrize("case", full_unless(lambda case: case.quick, ROUNDED), ids=str)
 def test_bfloat16_stays_close_to_one_device(pool: WorkerPool, case: Case) -> None:
     """Rounding to 8 bits happens in other places, so loss and norm are compared loosely."""
-    settings = {**TRAIN, **case.train, "dtype": "bfloat16"}
+    settings = {**exactness.TRAIN, **case.train, "dtype": "bfloat16"}
     limit = 1e-2 if "pp" in case.layout else 2e-3
-    for worst in pool.run(n_of(case.layout), compare, case.layout, case.model, settings, 2):
+    for worst in pool.run(
+        n_of(case.layout), exactness.compare, case.layout, case.model, settings, 2
+    ):
         assert worst["initial"] == 0.0
         assert max(worst["loss"], worst["evaluated"]) < limit
         assert worst["norm"] < 10 * limit
@@ -551,6 +547,6 @@ def test_choices_on_slow_links_equal_one_device(pool: WorkerPool, tmp_path: Path
     path.write_text(yaml.safe_dump(raw), encoding="utf-8")
     layout = {**SQUARE, "cluster": str(path)}
     model = MATRIX_MODELS["T5"]
-    choices = decide(tiny(**model), LayoutConfig(**layout))
+    choices = decide(exactness.tiny(**model), LayoutConfig(**layout))
     assert any(choice != choices.timed[name].by_rules for name, choice in choices.products.items())
-    assert_equal_one_device(pool, layout, model, SETTINGS)
+    exactness.assert_equal_one_device(pool, layout, model, SETTINGS)

@@ -13,24 +13,17 @@ from gridformer.config import LayoutConfig, ModelConfig
 from gridformer.mesh import Axes
 from gridformer.models import Model, build_model
 from gridformer.models.blocks import Init, new_parameter, with_init
-from gridformer.parallel import parallelize
-from gridformer.parallel.sharding import (
-    ParamPlacement,
-    ParamShard,
-    info_of,
-    shard_of,
-    shard_parameter,
-)
+from gridformer.parallel import parallelize, sharding
 from tests.support.layouts import LAYOUTS, name_of, ranks
 
 AXIS = st.sampled_from([None, "row", "col"])
 
 
-def placed(shape: tuple[int, ...], placement: ParamPlacement, axes: Axes) -> nn.Parameter:
+def placed(shape: tuple[int, ...], placement: sharding.ParamPlacement, axes: Axes) -> nn.Parameter:
     module = nn.Module()
     with torch.device("meta"):
         module.weight = new_parameter(*shape, init=Init(std=0.5))
-    shard_parameter(module, "weight", placement, axes)
+    sharding.shard_parameter(module, "weight", placement, axes)
     return module.get_parameter("weight")
 
 
@@ -39,7 +32,7 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(1, math.prod(shape) + 1).reshape(shape)
 
 
-def tile(whole: Tensor, held: list[tuple[ParamShard, torch.Size]]) -> Tensor:
+def tile(whole: Tensor, held: list[tuple[sharding.ParamShard, torch.Size]]) -> Tensor:
     """Check the blocks' values, and return how many blocks hold each element of `whole`."""
     times = torch.zeros_like(whole)
     for shard, shape in held:
@@ -71,14 +64,14 @@ def test_blocks_tile_the_whole(
     """Each rank of the axes that do not shard holds every element once, for any sizes."""
     rows, cols = grid
     pad = tuple(math.lcm(rows, cols) if each else 0 for each in pads)
-    placement = ParamPlacement(cut=cut, pad=pad)
+    placement = sharding.ParamPlacement(cut=cut, pad=pad)
     held, shapes = [], set()
     for axes in ranks(rows, cols):
         parameter = placed(shape, placement, axes)
         assert parameter.is_meta
-        held.append((shard_of(parameter), parameter.shape))
+        held.append((sharding.shard_of(parameter), parameter.shape))
         shapes.add(tuple(parameter.shape))
-        assert shard_of(parameter).size == shape
+        assert sharding.shard_of(parameter).size == shape
     assert len(shapes) == 1, "collectives need equal blocks"
     copies = math.prod(n for name, n in (("row", rows), ("col", cols)) if name not in cut)
     assert (tile(numbered(shape), held) == copies).all()
@@ -103,8 +96,10 @@ def test_one_copy_is_the_owner(
     cut = {"row": "col", "col": "row", "grid": None}[copies]
     held = []
     for axes in ranks(rows, cols):
-        parameter = placed((size,), ParamPlacement((cut,), copies=copies, partial=partial), axes)
-        shard = shard_of(parameter)
+        parameter = placed(
+            (size,), sharding.ParamPlacement((cut,), copies=copies, partial=partial), axes
+        )
+        shard = sharding.shard_of(parameter)
         assert shard.copies == (copies if axes[copies].size > 1 else None)
         assert shard.partial == (partial and axes[copies].size > 1)
         if shard.owned:
@@ -118,17 +113,17 @@ def test_placing_keeps_type_and_initial_values() -> None:
     weight: Any = nn.Parameter(torch.empty(4, 6, dtype=torch.float64, device="meta"))
     with_init(weight, Init(mean=1.0, std=0.5))
     module.weight = weight
-    shard_parameter(module, "weight", ParamPlacement(("row", "col")), axes)
+    sharding.shard_parameter(module, "weight", sharding.ParamPlacement(("row", "col")), axes)
     local: Any = module.get_parameter("weight")
     assert local.dtype == torch.float64
-    assert info_of(local).init == Init(mean=1.0, std=0.5)
+    assert sharding.info_of(local).init == Init(mean=1.0, std=0.5)
     assert local.shape == (2, 3)
 
 
 def test_a_plain_parameter_is_whole_and_owned() -> None:
     parameter = nn.Parameter(torch.zeros(3, 5))
-    shard = shard_of(parameter)
-    assert shard == ParamShard(size=(3, 5), offset=(0, 0))
+    shard = sharding.shard_of(parameter)
+    assert shard == sharding.ParamShard(size=(3, 5), offset=(0, 0))
     assert shard.owned
     assert shard.valid(parameter).shape == (3, 5)
     whole = numbered((3, 5))
@@ -155,10 +150,10 @@ def test_owners_of_a_model_hold_each_element_once(
     """Each rank updates what it owns: every element of every parameter, exactly once."""
     models = shards_of(layout, vocab_size, max_seq_len)
     plain = shards_of(LayoutConfig(), vocab_size, max_seq_len)[0]
-    held: dict[str, list[tuple[ParamShard, torch.Size]]] = {}
+    held: dict[str, list[tuple[sharding.ParamShard, torch.Size]]] = {}
     for model in models:
         for name, parameter in model.named_parameters():
-            shard = shard_of(parameter)
+            shard = sharding.shard_of(parameter)
             if shard.owned:
                 held.setdefault(name, []).append((shard, parameter.shape))
     assert held.keys() == dict(plain.named_parameters()).keys()

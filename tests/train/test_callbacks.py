@@ -98,16 +98,10 @@ def test_a_run_tells_its_callbacks_and_outlives_one_that_fails(
     assert failed == 1
     assert events == [
         ("start", 0, "single device", 1, "cpu"),
-        ("step", 0, False),
-        ("evaluation", 0, "val_loss"),
-        ("step", 1, True),
-        ("step", 2, True),
-        ("saved", 2, True, ""),
-        ("step", 3, True),
-        ("evaluation", 3, "val_loss"),
-        ("saved", 3, True, ""),
-        ("end", "done", 3, 3, ""),
-        ("close",),
+        *(("step", 0, False), ("evaluation", 0, "val_loss")),
+        *(("step", 1, True), ("step", 2, True), ("saved", 2, True, "")),
+        *(("step", 3, True), ("evaluation", 3, "val_loss"), ("saved", 3, True, "")),
+        *(("end", "done", 3, 3, ""), ("close",)),
     ]
     lines = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
     written = [(line["event"], line["step"]) for line in lines]

@@ -42,20 +42,14 @@ def moved(choices: Choices) -> float:
 
 # Any model whose dimensions divide over any grid from 1x1 to 6x6, and a layout for it.
 MODELS = st.builds(
-    lambda n, h, f, v, labels: ModelConfig(
-        n_layers=n,
-        hidden_size=60 * h,
-        n_heads=60,
-        ffn_size=60 * f,
-        vocab_size=v,
-        max_seq_len=60,
-        n_labels=labels,
-    ),
-    n=st.integers(1, 96),
-    h=st.integers(1, 300),
-    f=st.integers(1, 1200),
-    v=st.integers(1, 300_000),
-    labels=st.integers(0, 3),
+    ModelConfig,
+    n_layers=st.integers(1, 96),
+    hidden_size=st.integers(1, 300).map(lambda h: 60 * h),
+    n_heads=st.just(60),
+    ffn_size=st.integers(1, 1200).map(lambda f: 60 * f),
+    vocab_size=st.integers(1, 300_000),
+    max_seq_len=st.just(60),
+    n_labels=st.integers(0, 3),
 )
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 6))
 WORKS = st.builds(

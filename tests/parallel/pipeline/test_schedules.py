@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gridformer.config import PipelineOrder
-from gridformer.parallel.pipeline.schedules import (
-    Action,
-    Itinerary,
-    actions_of,
-    forwards,
-    reading_action,
-)
+from gridformer.parallel.pipeline import schedules
 from gridformer.parallel.pipeline.timeline import Event, idle_fraction
 
 TORCH = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
@@ -38,9 +32,9 @@ def test_orders_are_those_of_torch(case: Case) -> None:
     order, pp, k, m = case
     words = {"F": "forward", "B": "backward"}
     listed = get_schedule_ops(TORCH[order], pp, m, k)
-    for rank, (mine, theirs) in enumerate(zip(actions_of(order, pp, k, m), listed)):
+    for rank, (mine, theirs) in enumerate(zip(schedules.actions_of(order, pp, k, m), listed)):
         found = [
-            Action(words[a.computation_type.value], a.stage_index, a.microbatch_index)  # type: ignore[arg-type]
+            schedules.Action(words[a.computation_type.value], a.stage_index, a.microbatch_index)  # type: ignore[arg-type]
             for a in theirs
             if a is not None and a.computation_type.value in words
         ]
@@ -52,11 +46,11 @@ def test_orders_are_those_of_torch(case: Case) -> None:
 def simulated(case: Case, forward: float = 1.0, backward: float = 2.0) -> list[list[Event]]:
     """Each rank runs its next action once its input is there; messages take no time."""
     order, pp, k, m = case
-    orders = actions_of(order, pp, k, m)
-    done: dict[Action, float] = {}
+    orders = schedules.actions_of(order, pp, k, m)
+    done: dict[schedules.Action, float] = {}
     clock, place = [0.0] * pp, [0] * pp
     events: list[list[Event]] = [[] for _ in orders]
-    read_by = {reading_action(a, pp * k): a for a in itertools.chain(*orders)}
+    read_by = {schedules.reading_action(a, pp * k): a for a in itertools.chain(*orders)}
     while any(place[rank] < len(orders[rank]) for rank in range(pp)):
         before = [*place]
         for rank in range(pp):
@@ -94,19 +88,19 @@ def test_every_order_ends_and_its_messages_match(
     k = k if order == "interleaved" else 1
     if order == "interleaved" and m % max(1, m // pp):
         with pytest.raises(AssertionError):
-            actions_of(order, pp, k, m)
+            schedules.actions_of(order, pp, k, m)
         return
     simulated((order, pp, k, m))
-    orders = actions_of(order, pp, k, m)
+    orders = schedules.actions_of(order, pp, k, m)
     every = {
-        Action(kind, stage, micro)
+        schedules.Action(kind, stage, micro)
         for kind in ("forward", "backward")
         for stage in range(pp * k)
         for micro in range(m)
     }
     assert sorted(itertools.chain(*orders)) == sorted(every)
-    for listed in (orders, forwards(orders)):
-        plans = [Itinerary.of(listed, rank, pp * k) for rank in range(pp)]
+    for listed in (orders, schedules.forwards(orders)):
+        plans = [schedules.Itinerary.of(listed, rank, pp * k) for rank in range(pp)]
         for rank, plan in enumerate(plans):
             assert all(action.stage % pp == rank for action in plan.actions)
             coming = {a for messages in plan.arrivals.values() for a in messages}
