@@ -229,36 +229,20 @@ def test_explanation_of_a_bunched_grid() -> None:
     ("sizes", "k", "traffic", "text"),
     [
         (grid(2, 2), 8, {"row": MIB}, "One node holds all 4 devices, so nothing enters it."),
-        (
-            grid(4, 4),
-            4,
-            {"row": MIB, "col": MIB},
+        (grid(4, 4), 4, {"row": MIB, "col": MIB},
             "A node holds 2x2 of the grid: 4 MiB enter it in a step, as with rows in order, but "
-            "2 of its devices share the network link, not 4.",
-        ),
-        (
-            (1, 2, 1, 4),
-            4,
-            {"dp": MIB // 2, "col": 200 * MIB},
+            "2 of its devices share the network link, not 4."),
+        ((1, 2, 1, 4), 4, {"dp": MIB // 2, "col": 200 * MIB},
             "A node holds 1x4 of the grid (rows in order): 2 MiB enter it in a step; with "
-            "dp 2 x 1x2, the next best, it would be 400.",
-        ),
-        (
-            (1, 8, 1, 1),
-            4,
-            {"dp": MIB},
+            "dp 2 x 1x2, the next best, it would be 400."),
+        ((1, 8, 1, 1), 4, {"dp": MIB},
             "A node holds dp 4 (rows in order): 1 MiB enter it in a step; no other block fills a "
-            "node.",
-        ),
-        (
-            grid(4, 5),
-            4,
-            {"row": MIB, "col": 12 * MIB},
+            "node."),
+        (grid(4, 5), 4, {"row": MIB, "col": 12 * MIB},
             "A node holds rows in order, wherever a row ends: 28 MiB enter it in a step; "
-            "with 4x1 of the grid, the next best, it would be 48.",
-        ),
+            "with 4x1 of the grid, the next best, it would be 48."),
     ],
-)
+)  # fmt: skip
 def test_reason(sizes: Sizes, k: int, traffic: Traffic, text: str) -> None:
     assert explain(search_blocks(sizes, traffic, k), sizes, k).endswith("\n" + text)
 
