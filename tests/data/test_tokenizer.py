@@ -101,12 +101,9 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
     "an id of 2^31": ("model.vocab.b", 2**31, "has the id 2147483648, and ids above 16777215"),
     "endless growth": ("normalizer", _CHAIN, "normalizer makes texts many times longer"),
     "a panic": ("decoder", _STRIP, "cannot decode tokens .*out of (bounds|range)"),
-    "a foreign token": (
-        "post_processor",
-        _PUT | {"pair": [], "special_tokens": {}},
-        "cannot encode",
-    ),
-}
+    "a foreign token": ("post_processor", _PUT | {"pair": [], "special_tokens": {}},
+        "cannot encode"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)

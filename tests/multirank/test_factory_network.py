@@ -196,21 +196,14 @@ HERE = __name__
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no chain": (f"{HERE}:skips", {"pp": 2}, r"skips is no chain of layers, what is behind the"),
     "read in layers": (f"{HERE}:shares", {"pp": 2}, "layer 0 reads what is computed outside it"),
-    "places": (
-        OWN,
+    "places": (OWN, {"scheme": "optimus", "rows": 2, "rows_over": "sequence"},
+        "its forward has no argument position_ids=None"),
+    "place of its own": (f"{HERE}:orders",
         {"scheme": "optimus", "rows": 2, "rows_over": "sequence"},
-        "its forward has no argument position_ids=None",
-    ),
-    "place of its own": (
-        f"{HERE}:orders",
+        "or on its place instead of position_ids"),
+    "place untold": (f"{HERE}:looks_back",
         {"scheme": "optimus", "rows": 2, "rows_over": "sequence"},
-        "or on its place instead of position_ids",
-    ),
-    "place untold": (
-        f"{HERE}:looks_back",
-        {"scheme": "optimus", "rows": 2, "rows_over": "sequence"},
-        "logits of a token depend on others",
-    ),
+        "logits of a token depend on others"),
     "heads": (OWN, {"scheme": "megatron", "cols": 8}, "must be a number that layout.cols=8 div"),
     "no plan": ({"factory": f"{HERE}:unplanned", "n_heads": 4}, {}, "Scaled carries no plan"),
     "heads untold": (f"{HERE}:unplanned", {}, "does not tell n_heads: set it"),
@@ -227,7 +220,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "file": ({**OWN, "plan": "nowhere.yaml"}, {}, "nowhere.yaml: cannot be read"),
     "both": ({**OWN, "folder": "nowhere"}, {}, "nowhere has no config.json"),
     "no network": ("builtins:dict", {}, "returns a dict, not a torch.nn.Module"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

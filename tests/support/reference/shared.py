@@ -49,21 +49,17 @@ _USUAL = {
     "max_position_embeddings": "max_seq_len",
 }
 _NAMES = {
-    "gpt2": {
-        **{"vocab_size": "vocab_size", "n_positions": "max_seq_len", "n_embd": "hidden_size"},
+    "gpt2": {**{"vocab_size": "vocab_size", "n_positions": "max_seq_len", "n_embd": "hidden_size"},
         **{"n_layer": "n_layers", "n_head": "n_heads", "n_inner": "ffn_size"},
-        "layer_norm_epsilon": "norm_eps",
-    },
+        "layer_norm_epsilon": "norm_eps"},
     "bert": {**_USUAL, "layer_norm_eps": "norm_eps"},
-    "t5": {
-        **{"vocab_size": "vocab_size", "d_model": "hidden_size", "d_kv": "head_width"},
+    "t5": {**{"vocab_size": "vocab_size", "d_model": "hidden_size", "d_kv": "head_width"},
         **{"d_ff": "ffn_size", "num_layers": "n_layers", "num_heads": "n_heads"},
         "num_decoder_layers": "n_decoder_layers",
         "relative_attention_num_buckets": "relative_buckets",
         "relative_attention_max_distance": "relative_max_distance",
-        "layer_norm_epsilon": "norm_eps",
-    },
-}
+        "layer_norm_epsilon": "norm_eps"},
+}  # fmt: skip
 _OF_LLAMAS = {
     **_USUAL,
     "num_key_value_heads": "kv_heads",
