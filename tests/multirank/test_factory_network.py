@@ -4,6 +4,7 @@ not refused, and move between layouts; what cannot work is refused before a proc
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.support.multirank import own_networks
 from tests.support.multirank.exactness import compare, worst_of
 from tests.support.multirank.matrix import OVER_SEQUENCE, SCHEMES, SETTINGS, Cell
 from tests.support.multirank.nccl_path import on_nccl
-from tests.support.multirank.own_networks import NETWORKS, OF_PLACES
+from tests.support.multirank.own_networks import NETWORKS, OF_PLACES, planned
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import TRAIN, assert_same_run, plan_for, start_from, train
 
@@ -120,14 +121,6 @@ class Last(own_networks.Scaled):
         return super().forward(tokens)[:, -1:]
 
 
-def untold() -> tuple[nn.Module, None, dict[str, str]]:
-    return Untold(), None, own_model.PLAN
-
-
-def last() -> tuple[nn.Module, None, dict[str, str]]:
-    return Last(), None, own_model.PLAN
-
-
 class Skips(own_networks.Placed):
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         x = self.words(tokens)
@@ -153,8 +146,8 @@ class Orders(own_networks.Placed):
         return super().forward(tokens, self.order[: tokens.shape[1]].unsqueeze(0))
 
 
-def orders() -> tuple[nn.Module, None, dict[str, str]]:
-    return Orders(), None, own_model.PLAN
+untold, last, orders = partial(planned, Untold), partial(planned, Last), partial(planned, Orders)
+skips, looks_back = partial(planned, Skips), partial(planned, LooksBack)
 
 
 class AddsWords(own_model.Layer):
@@ -162,14 +155,6 @@ class AddsWords(own_model.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.words.weight[0]
-
-
-def skips() -> tuple[nn.Module, None, dict[str, str]]:
-    return Skips(), None, own_model.PLAN
-
-
-def looks_back() -> tuple[nn.Module, None, dict[str, str]]:
-    return LooksBack(), None, own_model.PLAN
 
 
 def shares() -> tuple[nn.Module, None, dict[str, str]]:
@@ -193,16 +178,17 @@ def fails() -> nn.Module:
 
 
 HERE = __name__
+ROWS_OVER_S = {"scheme": "optimus", "rows": 2, "rows_over": "sequence"}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no chain": (f"{HERE}:skips", {"pp": 2}, r"skips is no chain of layers, what is behind the"),
     "read in layers": (f"{HERE}:shares", {"pp": 2}, "layer 0 reads what is computed outside it"),
     "places": (OWN, {"scheme": "optimus", "rows": 2, "rows_over": "sequence"},
         "its forward has no argument position_ids=None"),
     "place of its own": (f"{HERE}:orders",
-        {"scheme": "optimus", "rows": 2, "rows_over": "sequence"},
+        ROWS_OVER_S,
         "or on its place instead of position_ids"),
     "place untold": (f"{HERE}:looks_back",
-        {"scheme": "optimus", "rows": 2, "rows_over": "sequence"},
+        ROWS_OVER_S,
         "logits of a token depend on others"),
     "heads": (OWN, {"scheme": "megatron", "cols": 8}, "must be a number that layout.cols=8 div"),
     "no plan": ({"factory": f"{HERE}:unplanned", "n_heads": 4}, {}, "Scaled carries no plan"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -34,10 +35,6 @@ class Scaled(own_model.Decoder):
         return super().forward(tokens) * self.scale
 
 
-def scaled() -> tuple[nn.Module, None, dict[str, str]]:
-    return Scaled(), None, own_model.PLAN
-
-
 class Placed(Scaled):
     """It is told the positions of its tokens."""
 
@@ -51,12 +48,12 @@ class Placed(Scaled):
         return logits
 
 
-def placed() -> tuple[nn.Module, None, dict[str, str]]:
-    return Placed(), None, own_model.PLAN
+def planned(kind: Callable[[], nn.Module]) -> tuple[nn.Module, None, dict[str, str]]:
+    return kind(), None, own_model.PLAN
 
 
-def deep() -> tuple[nn.Module, None, dict[str, str]]:
-    return own_model.Decoder(n_layers=10, h=48, n_heads=12), None, own_model.PLAN
+scaled, placed = partial(planned, Scaled), partial(planned, Placed)
+deep = partial(planned, partial(own_model.Decoder, n_layers=10, h=48, n_heads=12))
 
 
 def llama() -> nn.Module:
