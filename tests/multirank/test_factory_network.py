@@ -49,11 +49,8 @@ QUICK = (
 )
 # Their messages take NCCL's path.
 QUICK_OVER_NCCL = ("mixtral", "D&SP", 1, "fsdp")
-OVER_NCCL = [
-    *itertools.product(
-        ("scaled", "mixtral"), ("Optimus", "Megatron 2-D", "D&SP"), (1,), ("none", "fsdp")
-    )
-]
+NCCL_SCHEMES = ("Optimus", "Megatron 2-D", "D&SP")
+OVER_NCCL = [*itertools.product(("scaled", "mixtral"), NCCL_SCHEMES, (1,), ("none", "fsdp"))]
 
 
 @pytest.mark.parametrize("cell", full_unless(QUICK.__contains__, CELLS), ids=str)
@@ -182,14 +179,9 @@ ROWS_OVER_S = {"scheme": "optimus", "rows": 2, "rows_over": "sequence"}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no chain": (f"{HERE}:skips", {"pp": 2}, r"skips is no chain of layers, what is behind the"),
     "read in layers": (f"{HERE}:shares", {"pp": 2}, "layer 0 reads what is computed outside it"),
-    "places": (OWN, {"scheme": "optimus", "rows": 2, "rows_over": "sequence"},
-        "its forward has no argument position_ids=None"),
-    "place of its own": (f"{HERE}:orders",
-        ROWS_OVER_S,
-        "or on its place instead of position_ids"),
-    "place untold": (f"{HERE}:looks_back",
-        ROWS_OVER_S,
-        "logits of a token depend on others"),
+    "places": (OWN, ROWS_OVER_S, "its forward has no argument position_ids=None"),
+    "place of its own": (f"{HERE}:orders", ROWS_OVER_S, "or on its place instead of position_ids"),
+    "place untold": (f"{HERE}:looks_back", ROWS_OVER_S, "logits of a token depend on others"),
     "heads": (OWN, {"scheme": "megatron", "cols": 8}, "must be a number that layout.cols=8 div"),
     "no plan": ({"factory": f"{HERE}:unplanned", "n_heads": 4}, {}, "Scaled carries no plan"),
     "heads untold": (f"{HERE}:unplanned", {}, "does not tell n_heads: set it"),
