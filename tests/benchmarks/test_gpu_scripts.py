@@ -1,7 +1,4 @@
-"""The script that measures a machine, run with a Python that only writes down how it is called.
-
-It makes environments whose Python is a copy of itself.
-"""
+"""The script that measures a machine, run with a Python that only writes down how it is called."""
 
 import os
 import shutil
