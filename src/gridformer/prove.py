@@ -220,8 +220,9 @@ def check_with_inputs(
 
 def not_placed(source: NetworkSource, plan: Mapping[str, str] | None) -> list[str]:
     """Returns the parameters of a network that a plan does not place."""
-    module, _, own, _ = source.load()
-    return roles_of(module, plan or own).not_placed
+    name, of_run = source.origin()
+    module, _, own = (source.load()[0], None, None) if Path(name).is_dir() else make(name)
+    return roles_of(module, plan or of_run or own).not_placed
 
 
 def _one_rank(

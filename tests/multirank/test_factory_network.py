@@ -51,6 +51,7 @@ QUICK = (
 QUICK_OVER_NCCL = ("mixtral", "D&SP", 1, "fsdp")
 NCCL_SCHEMES = ("Optimus", "Megatron 2-D", "D&SP")
 OVER_NCCL = [*itertools.product(("scaled", "mixtral"), NCCL_SCHEMES, (1,), ("none", "fsdp"))]
+OVER_NCCL += [("placed", "Optimus, rows over s", 2, "none"), ("placed", "D&SP", 2, "fsdp")]
 
 
 @pytest.mark.parametrize("cell", full_unless(QUICK.__contains__, CELLS), ids=str)

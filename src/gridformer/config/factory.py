@@ -208,8 +208,9 @@ def chain_of(name: str) -> Chain:
     entering, results, leaves = list[Tensor](), dict[str, Tensor](), list[Tensor]()
 
     def enter(layer: nn.Module, args: Any) -> Any:
-        if not args or (leaves and args[0] is not leaves[-1]) or layer is not waiting.pop(0):
+        if not args or (leaves and args[0] is not leaves[-1]) or [layer] != waiting[:1]:
             raise ValueError("a layer does not get the result of the one before it first")
+        del waiting[0]
         entering.append(args[0])
         return args[0].detach().requires_grad_(), *args[1:]
 
