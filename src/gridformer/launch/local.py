@@ -145,6 +145,7 @@ class _Workers:
                 args=(entrypoint, args, rank, self.size, self.meeting, threads, self.policy),
                 name=f"rank {rank}",
             )
+            self._ran = time.monotonic()
             try:
                 process.start()
             except (OSError, EOFError):
@@ -166,7 +167,6 @@ class _Workers:
         """
         stop_at = float("inf")
         failures: list[Failure] = []
-        self._ran = time.monotonic()
         running = {process.sentinel: rank for rank, process in enumerate(self._started)}
         if len(self._started) < self.size and not signals.first and (how := self._lost()):
             return self._end_without_server(how)
