@@ -181,7 +181,7 @@ def same(few: RankRecord, whole: RankRecord) -> None:
     assert [part.kind for part in parts[0]] == [part.kind for part in parts[1]]
     for mine, theirs in zip(*parts):
         if mine.kind:
-            assert changes(mine).tolist() == changes(theirs).tolist(), mine.kind
+            assert np.array_equal(changes(mine), changes(theirs)), mine.kind
     same_events(few, whole)
 
 
