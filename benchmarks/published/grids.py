@@ -47,7 +47,11 @@ from gridformer.plan.trace_candidates import Tracing
 from gridformer.utils.process import n_cores
 
 MACHINE = Machine(4, 4, 100, apart=True)
-ATTENTION = ((1, 2, 1024, 1024, 16, True), (1, 1, 2048, 2048, 16, True))
+ATTENTION = (
+    *((1, 2, 1024, 1024, 16, True), (1, 1, 2048, 2048, 16, True)),
+    # Where rows divide sequences, a mask of some queries hides no key from the kernel.
+    *((1, 2, 256, 4096, 16, False), (1, 2, 256, 1024, 16, False), (1, 8, 256, 512, 16, False)),
+)
 PAIRS, WARM_UPS = 7, 2
 TRACED, LIMIT_S = 20, 60.0  # layouts of a search, and seconds of the processor
 _SIZES = {"n_layers": 4, "hidden_size": 128, "n_heads": 8, "vocab_size": 512}
