@@ -61,9 +61,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "zero1": ({"dp": 2, "dp_mode": "zero1"}, {}, {"family": "t5"}),
     "zero1 on a grid, interleaved": (
         {**OPTIMUS, "schedule": "gather", "dp": 2, "dp_mode": "zero1", "stages_per_rank": 2},
-        {"dtype": "bfloat16", **FULL, "device": "cuda"},
-        {},
-    ),
+        {"dtype": "bfloat16", **FULL, "device": "cuda"}, {}),
     "fsdp": ({**MEGATRON, "dp": 2, "dp_mode": "fsdp"}, {**FULL, "device": "cuda"}, {}),
     "fsdp, interleaved, sequence parallel": (
         {**MEGATRON, "dp": 2, "dp_mode": "fsdp", "stages_per_rank": 2, "sequence_parallel": True},
@@ -115,6 +113,11 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "copies of heads of keys*": ({"scheme": "subgraph", "branches": 4, "common": "first"},
         {"device": "cuda"},
         {"family": "llama", "n_heads": 4, "n_kv_heads": 2, "hidden_size": 2048}),
+    # Small parts of them, of all layers more than a bucket holds.
+    "copies of heads in parts": (
+        {"scheme": "subgraph", "branches": 4, "common": "first", "dp": 8, "dp_mode": "fsdp"},
+        {"device": "cuda"},
+        {"family": "llama", "n_heads": 4, "n_kv_heads": 2, "hidden_size": 2048, "n_layers": 30}),
     "layers of two kinds": ({**MEGATRON, "dp": 2, "dp_mode": "fsdp"},
         {"recompute": "full", "recompute_layers": 5, "device": "cuda"}, {}),
     "layers of two kinds in two stacks": ({"micro_batches": 2},
@@ -133,9 +136,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "one micro-batch, zero1": (
         {"pp": 4, "micro_batches": 4, "stages_per_rank": 3, "dp": 2, "dp_mode": "zero1"},
-        {"device": "cuda"},
-        {},
-    ),
+        {"device": "cuda"}, {}),
     "both neighbors are one rank*": ({"pp": 2, "micro_batches": 6, "stages_per_rank": 3},
         {"device": "cuda"}, {"n_layers": 12}),
     # Counters of dropout are copied before the first pass of a micro-batch.

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from gridformer.models.blocks import Layer
 
 BUCKET_BYTES = 25 << 20  # the size of a message; one larger tensor travels alone
-ALONE_BYTES = 1 << 20  # a tensor of this size that needs no bucket travels alone, not copied
-
+ALONE_BYTES = 1 << 20  # a tensor of this size that needs no bucket travels alone
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -28,21 +27,28 @@ def by_layer(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def in_buckets(tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
-    """Applies a collective in place to each flat tensor [n]; small ones share a bucket.
-
-    So a layer more sends its matrices once more, and what layers share a message for is small.
-    """
-    small = []
-    for tensor in tensors:
-        if tensor.nbytes >= ALONE_BYTES and tensor.is_contiguous():
-            collective(tensor.view(-1))
-        else:
-            small.append(tensor)
-    for bucket in buckets(small):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    """Applies a collective in place to flat tensors [n], the members of `together` as one."""
+    for members in together(tensors):
+        flats = [tensor.reshape(-1) for tensor in members]
+        flat = torch.cat(flats) if len(flats) > 1 else flats[0]
         collective(flat)
-        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
-            tensor.copy_(part.view_as(tensor))
+        if len(flats) > 1 or not members[0].is_contiguous():  # else flat is a view
+            for tensor, part in zip(members, flat.split([len(one) for one in flats])):
+                tensor.copy_(part.view_as(tensor))
+
+
+def together(tensors: Iterable[AnyTensor]) -> Iterator[Sequence[AnyTensor]]:
+    """Yields each large tensor, and after them all small ones of each type.
+
+    So a layer more sends its large tensors once more, and lengthens a message of small ones.
+    """
+    small: dict[torch.dtype, list[AnyTensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.nbytes >= ALONE_BYTES:
+            yield [tensor]
+        else:
+            small[tensor.dtype].append(tensor)
+    yield from small.values()
 
 
 def buckets(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -55,18 +56,14 @@ def share_parts(units: Iterable[Sequence[nn.Parameter]], axes: Axes) -> None:
 
 @torch.no_grad()
 def share_copies(parameters: Iterable[nn.Parameter], axes: Axes) -> None:
-    """Broadcasts the values of owners to all copies, after the update: one message per axis.
-
-    A message above 25 MiB is split.
-    """
+    """Broadcasts the values of owners to all copies, after the update: see `in_buckets`."""
     copies: dict[str, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         name = shard_of(parameter).copies
         if name:
             copies[name].append(stored(parameter).data)
     for name, tensors in copies.items():
-        axis = axes[name]
-        in_buckets(tensors, lambda flat, axis=axis: comm.broadcast(flat, axis, 0, "copies"))  # type: ignore[misc]
+        in_buckets(tensors, partial(comm.broadcast, axis=axes[name], root=0, label="copies"))
 
 
 def assert_copies_equal(model: nn.Module, axes: Axes) -> None:

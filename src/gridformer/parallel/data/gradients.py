@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from gridformer import comm
 from gridformer.mesh import Axes, Axis, groups
 from gridformer.models.blocks import Layer
-from gridformer.parallel.data.buckets import buckets, in_buckets
+from gridformer.parallel.data.buckets import buckets, in_buckets, together
 from gridformer.parallel.data.zero import FlatBucket, replica_part
 from gridformer.parallel.sharding import ParamShard, info_of, replica_axis, shard_of
 
@@ -73,13 +74,12 @@ def reduce_gradients(
     parameters = [*parameters]
     infos = [info_of(parameter) for parameter in parameters]
     shards = [info.shard for info in infos]
-    partial: dict[str, list[Tensor]] = defaultdict(list)
+    partly: dict[str, list[Tensor]] = defaultdict(list)
     for parameter, shard in zip(parameters, shards):
         if shard.partial and shard.copies and parameter not in updated:
-            partial[shard.copies].append(_grad(parameter))
-    for name, grads in partial.items():
-        axis = axes[name]
-        in_buckets(grads, lambda flat, axis=axis: comm.reduce(flat, axis, 0, LABEL))  # type: ignore[misc]
+            partly[shard.copies].append(_grad(parameter))
+    for name, grads in partly.items():
+        in_buckets(grads, partial(comm.reduce, axis=axes[name], root=0, label=LABEL))
     started = sums.parameters if sums else set()
     rest: dict[str, list[nn.Parameter]] = defaultdict(list)
     for parameter, shard in zip(parameters, shards):
@@ -91,17 +91,16 @@ def reduce_gradients(
             for parameter in left:
                 _grad(parameter)
             continue
-        for members in buckets(left):
+        for members in together(left):
             bucket = _Bucket(axis, members)
             bucket.start()
             bucket.finish()
     if sums:
         sums.finish()
     for stages in sorted({shard.stages for shard in shards if shard.stages}):
-        axis = axes.holders(stages)
         shared = [p for p, shard in zip(parameters, shards) if shard.stages == stages]
         grads = [_grad(_updated(p)) for p in shared if shard_of(p).owned]
-        in_buckets(grads, lambda flat, axis=axis: _sum_over_stages(flat, axis))  # type: ignore[misc]
+        in_buckets(grads, partial(_sum_over_stages, axis=axes.holders(stages)))
     for parameter, info in zip(parameters, infos):
         if info.replica_part is not None:
             parameter.grad = None  # of a copy: the sum is on its owner
@@ -163,11 +162,10 @@ class GradientSums:
         for axis, parameters in summed:
             if axis.size == 1:
                 continue
-            total = sum(p.nbytes for p in parameters)
             by_unit: dict[int, list[nn.Parameter]] = defaultdict(list)
             for parameter in sorted(parameters, key=lambda p: place[p]):
                 by_unit[unit_of.get(parameter, -1)].append(parameter)
-            limit = None if units else total // 4
+            limit = None if units else sum(p.nbytes for p in parameters) // 4
             for unit in by_unit.values():
                 self._buckets += [_Bucket(axis, list(part)) for part in buckets(unit, limit)]
         self._buckets.sort(key=lambda bucket: max(place[p] for p in bucket.parameters))
