@@ -1,5 +1,6 @@
 """A step that is composed from short ones is the complete step: its events, memory and seconds."""
 
+import gc
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gridformer.cluster.file import load_cluster
 from gridformer.config import LayoutConfig, RunConfig, parse_run
@@ -65,9 +67,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "fsdp": ({**MEGATRON, "dp": 2, "dp_mode": "fsdp"}, {**FULL, "device": "cuda"}, {}),
     "fsdp, interleaved, sequence parallel": (
         {**MEGATRON, "dp": 2, "dp_mode": "fsdp", "stages_per_rank": 2, "sequence_parallel": True},
-        {"recompute": "selective"},
-        {"family": "llama"},
-    ),
+        {"recompute": "selective"}, {"family": "llama"}),
     "fsdp without a pipeline*": ({"dp": 4, "dp_mode": "fsdp"}, {"device": "cuda"}, {}),
     "joined weights": ({**MEGATRON, "dp": 2}, {"dtype": "float32"}, {"family": "llama"}),
     "grid with weights over rows": ({"scheme": "megatron_2d", "rows": 2, "cols": 2, "dp": 2},
@@ -78,37 +78,27 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "saves meanwhile": ({"pp": 2, "micro_batches": 4}, {"async_save": True, "save_every": 1}, {}),
     "in backward, sequence parallel": (
         {**MEGATRON, "sequence_parallel": True, "pp": 4, "micro_batches": 8},
-        {**BY_LAYER, **FULL, "device": "cuda"},
-        {"n_layers": 8},
-    ),
+        {**BY_LAYER, **FULL, "device": "cuda"}, {"n_layers": 8}),
     # The second micro-batch stands for all in the middle.
     "chunks of the loss*": ({"micro_batches": 7}, {"loss_chunk_tokens": 2}, {}),
     "broadcast, several micro-batches": (
         {"scheme": "optimus", "rows": 2, "cols": 2, "schedule": "broadcast", "micro_batches": 5},
-        {"loss_chunk_tokens": 2},
-        {"family": "bert"},
-    ),
+        {"loss_chunk_tokens": 2}, {"family": "bert"}),
     "fsdp, several micro-batches*": ({"dp": 2, "dp_mode": "fsdp", "micro_batches": 4},
         {"dtype": "bfloat16", "device": "cuda"}, {"family": "llama", "n_layers": 2}),
     "sums in each micro-batch*": (
         {"dp": 4, "dp_mode": "fsdp", "shard_over": 2, "gradient_sync": "micro_batch"}
         | {"micro_batches": 5},
-        {"dtype": "bfloat16", "device": "cuda"},
-        {},
-    ),
+        {"dtype": "bfloat16", "device": "cuda"}, {}),
     "sums in each pass of a pipeline": (
         {**MEGATRON, "dp": 2, "dp_mode": "zero1", "gradient_sync": "micro_batch"}
         | {"stages_per_rank": 2},
-        {"device": "cuda"},
-        {},
-    ),
+        {"device": "cuda"}, {}),
     # A sum of the last pass of a stage must not end in whatever pass comes next.
     "sums in each pass, three stages a rank": (
         {"pp": 4, "dp": 2, "dp_mode": "fsdp", "gradient_sync": "micro_batch"}
         | {"stages_per_rank": 3, "micro_batches": 16},
-        {"device": "cuda"},
-        {"n_layers": 12},
-    ),
+        {"device": "cuda"}, {"n_layers": 12}),
     # Their sums of gradients fill several buckets.
     "copies of heads of keys*": ({"scheme": "subgraph", "branches": 4, "common": "first"},
         {"device": "cuda"},
@@ -131,9 +121,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"dtype": "bfloat16", "device": "cuda"}, {}),
     "one micro-batch, fsdp": (
         {"pp": 4, "micro_batches": 1, "stages_per_rank": 3, "dp": 2, "dp_mode": "fsdp"},
-        {"dtype": "bfloat16", **FULL},
-        {"n_layers": 168},  # those of the last stage repeat after eight
-    ),
+        {"dtype": "bfloat16", **FULL}, {"n_layers": 168}),  # the last stage's repeat after eight
     "one micro-batch, zero1": (
         {"pp": 4, "micro_batches": 4, "stages_per_rank": 3, "dp": 2, "dp_mode": "zero1"},
         {"device": "cuda"}, {}),
@@ -428,6 +416,18 @@ def test_stages_of_a_rank_are_composed_alike() -> None:
     run = run_of(layout, {"device": "cuda", "dtype": "bfloat16"}, {"n_layers": 16})
     for few, whole in both(run):
         same(few, whole)
+
+
+@pytest.mark.parametrize("mode", ["replicate", "fsdp"])
+def test_records_do_not_keep_the_tensors_of_their_steps(mode: str) -> None:
+    run = run_of({"dp": 2, "dp_mode": mode}, {"device": "cuda"}, {"n_layers": 4})
+
+    def kept() -> int:
+        assert [*both(run)]
+        gc.collect()
+        return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+
+    assert kept() >= kept(), "what the first ones cache is all"
 
 
 def test_groups_of_some_stages_are_those_of_each_rank() -> None:

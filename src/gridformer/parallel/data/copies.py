@@ -1,8 +1,4 @@
-"""Sends updated parameters to the ranks that hold copies of them, and checks that copies are equal.
-
-After the update `share_parts` sends updated parts to the other replicas, and `share_copies` sends
-the values of owners (gridformer.parallel.sharding) to the copies.
-"""
+"""Sends updated parameters to ranks that hold copies of them, and checks that copies are equal."""
 
 from __future__ import annotations
 
