@@ -203,7 +203,8 @@ def record_step(
             if train.saves_meanwhile and how.storages:
                 record.saved = bytes_of(written_here(shards_of(model, stepper.updates), axes))
             log.trace.complete = True
-            for parameter in model.parameters():  # the garbage collector does not see these
+            # Hooks keep the model alive in cycles that the garbage collector does not see.
+            for parameter in model.parameters():
                 (parameter._post_accumulate_grad_hooks or {}).clear()
         except UserError:
             raise
