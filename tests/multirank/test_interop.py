@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint moves parameters, and DTensor views are the global ones."""
+"""torch.distributed.checkpoint moves parameters from any layout to any program and back."""
 
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from gridformer.config import LayoutConfig, ModelConfig
-from gridformer.interop import dtensor_views, state_dict
+from gridformer.interop import state_dict
 from gridformer.mesh import Axes
 from gridformer.models import Model, build_model
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
-from gridformer.utils.errors import UserError
-from tests.support.marks import full_unless
 from tests.support.multirank.layouts import Layout, n_of
 from tests.support.multirank.pool import WorkerPool
 
@@ -53,37 +51,6 @@ def alone(seed: int, config: ModelConfig) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def whole(view: Tensor) -> Tensor:
-    return view.full_tensor() if isinstance(view, DTensor) else view
-
-
-def views_are_whole(layout: Layout) -> None:
-    want, views = alone(1, MODEL), dtensor_views(*on(layout, 1, MODEL))
-    for name, view in views.items():
-        assert torch.equal(whole(view), want[name]), name
-    assert layout.get("pp") or views.keys() == want.keys()
-
-
-@pytest.mark.parametrize("layout", full_unless(lambda one: one is GRID, LAYOUTS), ids=str)
-def test_views_hold_the_global_parameters(pool: WorkerPool, layout: Layout) -> None:
-    pool.run(n_of(layout), views_are_whole, layout)
-
-
-def refused(layout: Layout) -> str:
-    try:
-        dtensor_views(*on(layout, 1, UNEVEN))
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.full
-def test_what_no_dtensor_expresses_is_named(pool: WorkerPool) -> None:
-    told = pool.run(n_of(SHARDED), refused, SHARDED)[0]
-    assert "tokens.weight" in told
-    assert "layers.1.attention.qkv.k.weight" not in told, "replicated as a whole"
-
-
 def save(layout: Layout, config: ModelConfig, folder: Path) -> None:
     model, _ = on(layout, 3, config)
     dcp.save({"model": state_dict(model)}, checkpoint_id=folder)
@@ -109,7 +76,7 @@ def with_fsdp2(source: Path, target: Path) -> None:
     assert isinstance(state["tokens.weight"], DTensor)
     dcp.load({"model": state}, checkpoint_id=source)
     for name, want in alone(3, UNEVEN).items():
-        assert torch.equal(whole(state[name]), want), name
+        assert torch.equal(state[name].full_tensor(), want), name
     dcp.save({"model": state}, checkpoint_id=target)
 
 
