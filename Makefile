@@ -41,16 +41,16 @@ test-all: $(VENV)/.ready lint
 lint: style types
 
 style: $(VENV)/.ready
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/lint-imports --no-logo --no-cache
 
 types: $(VENV)/.ready
 	$(BIN)/mypy
 
 fmt: $(VENV)/.ready
-	$(BIN)/ruff check --fix src tests benchmarks examples
-	$(BIN)/ruff format src tests benchmarks examples
+	$(BIN)/ruff check --fix src tests benchmarks examples docs
+	$(BIN)/ruff format src tests benchmarks examples docs
 
 # torch first and pinned: a looser requirement, met with no torch installed, would pull another build.
 # Triton exists for Linux. CUDA builds of torch bring the version that they need; for CPU builds it is

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from docs.reference.keys import reference
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gridformer.config import RunConfig, parse_run, schemes
 from gridformer.config.reading import EXAMPLES
-from gridformer.config.reference import reference
 from gridformer.config.synonyms import KEYS, NOTES, VALUES
 from gridformer.utils.errors import ConfigError
 
@@ -53,7 +53,7 @@ def test_every_key_is_described_in_whole_sentences() -> None:
 
 
 def test_the_page_is_what_is_described() -> None:
-    """Made again by: python -m gridformer.config.reference > docs/reference/config.md."""
+    """Made again by: python docs/reference/keys.py > docs/reference/config.md."""
     page = reference()
     assert PAGE.read_text(encoding="utf-8") == page
     for key in FIELDS:

@@ -1,4 +1,4 @@
-"""Writes the page with all keys of a run file: python -m gridformer.config.reference > PAGE."""
+"""Writes the page with all keys of a run file: python docs/reference/keys.py > PAGE."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECTIONS = ("model", "data", "layout", "train")
 _BEGIN = """# All keys of a run file
 
 A run file is YAML with four sections, and `name`. This page is generated from the descriptions in
-`gridformer.config`: `python -m gridformer.config.reference > docs/reference/config.md`. An unknown
+`gridformer.config`: `python docs/reference/keys.py > docs/reference/config.md`. An unknown
 key is refused, and the error names the closest known one. `SECTION.KEY=VALUE` on the command line
 overrides the file. Where a model is shipped (`model: gpt2-124m`, or with changes
 `model: {name: gpt2-124m, dropout: 0.1}`), its values take the place of the defaults of `model`.
