@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/own_model.py scheme=megatron cols=2
     torchrun --nproc-per-node 4 examples/own_model.py scheme=optimus rows=2 cols=2
-    torchrun --nproc-per-node 2 examples/own_model.py dp=2 dp_mode=fsdp
+    torchrun --nproc-per-node 4 examples/own_model.py dp=2 dp_mode=fsdp pp=2 micro_batches=2
 
 Before a GPU is rented, on this machine's processor:
 
@@ -12,6 +12,7 @@ Before a GPU is rented, on this machine's processor:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -73,24 +74,32 @@ class Decoder(nn.Module):
         self.norm, self.head = nn.LayerNorm(h), nn.Linear(h, WORDS, bias=False)
         self.head.weight = self.words.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        places = self.positions.weight[: tokens.shape[1]]
+        if position_ids is not None:  # rows of devices divide sequences
+            places = self.positions(position_ids)
+        x = self.words(tokens) + places
         for layer in self.layers:
             x = layer(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
 
-def batch_of(step: int, size: int = 8) -> Tensor:
-    """Returns sequences [size, TOKENS] that count on in steps of 1 to 4 from a random word."""
+def batch_of(step: int, size: int = 8) -> dict[str, Tensor]:
+    """Returns tokens and next ones [size, TOKENS], which count on in steps of 1 to 4."""
     draw = torch.Generator().manual_seed(step)
     first, by = (torch.randint(1, n, (size, 1), generator=draw) for n in (WORDS, 5))
-    return (first + by * torch.arange(TOKENS)) % WORDS
+    words = (first + by * torch.arange(TOKENS + 1)) % WORDS
+    return {"tokens": words[:, :-1], "targets": words[:, 1:]}
+
+
+def loss_of(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
 def network() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, str]]:
     """Returns what `gridformer prove` compares: a network, its inputs and its plan."""
-    return Decoder(n_layers=2, h=64, n_heads=4), (batch_of(0),), PLAN
+    return Decoder(n_layers=2, h=64, n_heads=4), (batch_of(0)["tokens"],), PLAN
 
 
 def main() -> None:
@@ -104,16 +113,12 @@ def main() -> None:
     net = gridformer.parallelize(decoder, dict(word.split("=") for word in args.layout), PLAN)
     optimizer = net.optimizer(torch.optim.AdamW, lr=3e-3)
     for step in range(args.steps):
-        tokens = net.local(batch_of(step))  # the same batch everywhere, of which this is a part
-        logits = net(tokens)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-        net.backward(loss)
+        loss = net.train_batch(batch_of(step), loss_of)  # the same batch on every process
         net.clip_gradients(1.0)
         optimizer.step()
         net.zero_grad()
-        mean = net.total(loss)
         if dist.get_rank() == 0 and (step + 1) % 10 == 0:
-            print(f"step {step + 1:3}  loss {mean:.6f}", flush=True)
+            print(f"step {step + 1:3}  loss {loss:.6f}", flush=True)
     state = net.state_dict()  # whole, with the network's own names
     if dist.get_rank() == 0:
         Decoder(n_layers=2, h=64, n_heads=4).load_state_dict(state)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import tempfile
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -18,17 +17,14 @@ from typing import Any
 
 import torch
 import transformers
-from tests.support.multirank import matrix
 from tests.support.multirank.pool import WorkerPool
 
 from benchmarks.common.machine import describe_machine
 from benchmarks.common.page import write_page
 from benchmarks.coverage import measured
-from benchmarks.coverage.networks import architectures, build, first_that_runs, is_causal
-from gridformer.config import LayoutConfig, RunConfig, parse_run
-from gridformer.config.model import sizes_of_folder
+from benchmarks.coverage.networks import architectures, build, first_that_runs
+from gridformer.config import LayoutConfig
 from gridformer.exactness import EQUAL
-from gridformer.parallel.validation import check_layout
 from gridformer.prove import check_with_inputs
 from gridformer.utils.errors import ConfigError
 
@@ -49,28 +45,13 @@ def cell(pool: WorkerPool, name: str, changes: dict[str, Any], layout: dict[str,
     module, inputs = made
     n = LayoutConfig(**layout).n_processes
     try:
-        checked = LayoutConfig(**{k: v for k, v in layout.items() if "pp" not in layout})
-        check_with_inputs(module, inputs, checked)
-        if "pp" not in layout:
-            said = pool.run(n, measured.of_module, name, changes, layout)
-        elif is_causal(type(module)):
-            with tempfile.TemporaryDirectory() as folder:
-                module.config.save_pretrained(folder)
-                check_layout(run_of(folder, layout))
-                said = pool.run(n, measured.of_folder, sizes_of_folder(folder), layout)
-        else:
-            return "refused: it is no language model, and the trainer's pipelines are for those"
+        check_with_inputs(module, inputs, LayoutConfig(**layout))
+        said = pool.run(n, measured.of_module, name, changes, layout)
     except ConfigError as error:
         return f"refused: {short(error.problems[0])}"
     except Exception as error:
         return f"error: {traceback.format_exception_only(error)[-1].strip().splitlines()[-1]}"
     return next((text for text in said if text != "equal"), "equal").replace("|", "/")
-
-
-def run_of(folder: str, layout: dict[str, Any]) -> RunConfig:
-    train = {"global_batch": matrix.SETTINGS["global_batch"], "device": "cpu"}
-    sections = {"model": {"folder": folder}, "data": {"path": "tokens", "seq_len": 12}}
-    return parse_run({"name": "coverage", **sections, "layout": layout, "train": train})
 
 
 def short(problem: str) -> str:
@@ -135,10 +116,9 @@ def page(found: dict[str, list[str]]) -> list[str]:
         "not occur.",
         "`equal`: the loss, every gradient of the first step, and the weights after three steps of "
         f"AdamW differ by at most {EQUAL:.0e} from those in one process, in float64 "
-        "([`gridformer prove`](../how-to/own-network.md)). Pipelines are those of the trainer, on "
-        "two steps, for networks whose plan it can read. Networks have 2 layers (4 where one needs "
-        "them), 64 wide, 4 heads and 2 of keys (4 where one needs them), random weights and no "
-        "dropout. In the one process, attention and experts are those of transformers (`sdpa`, "
+        "([`gridformer prove`](../how-to/own-network.md)). Networks have 2 layers (4 where one "
+        "needs them), 64 wide, 4 heads and 2 of keys (4 where one needs them), random weights and "
+        "no dropout. In the one process, attention and experts are those of transformers (`sdpa`, "
         "`eager`). On layouts experts are those of gridformer, and in pipelines attention, too, "
         "where a network asks for a plain one.",
         f"{machine['cpu']}, {machine['cores']} cores; torch {torch.__version__}, transformers "

@@ -267,10 +267,8 @@ def _one_process(n: int, folder: str, function: Callable[..., Any], args: Any) -
     close_process_groups()
 
 
-def one_rank(
-    run: RunConfig, around: Callable[[Any], Any] = lambda function: function
-) -> tuple[str, float, float]:
-    """Trains on one device, and this process's part of a layout; `around` decorates `Model.run`.
+def one_rank(run: RunConfig) -> tuple[str, float, float]:
+    """Trains on one device, and this process's part of a layout.
 
     Returns:
         The name of the number that differs most, by how much, and the first loss on one device.
@@ -278,8 +276,8 @@ def one_rank(
     axes = build_axes(run.layout, "cpu")
     alone = {"layout": LayoutConfig(), "train": without_methods(run.train)}
     with without_dynamo():  # it would take most of the time
-        want = trained(*_begin(run.model_copy(update=alone), Axes(), around))
-        stepper, reads = _begin(run, axes, around)
+        want = trained(*_begin(run.model_copy(update=alone), Axes()))
+        stepper, reads = _begin(run, axes)
         found = differences(stepper.model, trained(stepper, reads), want)
     try:
         assert_copies_equal(stepper.model, axes)
@@ -288,14 +286,11 @@ def one_rank(
     return *max(found.items(), key=lambda pair: pair[1]), float(want["loss of step 0"])
 
 
-def _begin(
-    run: RunConfig, axes: Axes, around: Callable[[Any], Any]
-) -> tuple[Stepper, list[ReadRows]]:
+def _begin(run: RunConfig, axes: Axes) -> tuple[Stepper, list[ReadRows]]:
     train = run.train
     model = build_parallel(
         run.model, run.layout, axes, train.seed, torch.device("cpu"), train.dtype
     )
-    model.run = around(model.run)  # type: ignore[method-assign]
     batches = [_batch(run, step) for step in range(_STEPS)]
     reads: list[ReadRows] = [partial(_rows, batch) for batch in batches]
     return Stepper(model, train, axes, run.layout), reads

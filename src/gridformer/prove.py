@@ -8,22 +8,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gridformer.config import LayoutConfig, RunConfig, load_run, parse_run
-from gridformer.config.factory import make
-from gridformer.exactness import EQUAL, TRAIN, in_processes, one_rank
+from gridformer.config import LayoutConfig, load_run
+from gridformer.config.factory import logits_of, make, probed
+from gridformer.exactness import EQUAL, in_processes
 from gridformer.models.network import class_of
 from gridformer.parallel.network.modules import change_input
 from gridformer.parallel.network.network import parallelize
 from gridformer.parallel.network.plan import roles_of
-from gridformer.parallel.network.refusals import check
+from gridformer.parallel.network.refusals import check, run_of, runs_as_a_family
 from gridformer.parallel.registry import describe_layout, spec_of
-from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError, UserError
 from gridformer.utils.tensors import map_tensors
 
@@ -122,8 +121,8 @@ class NetworkSource:
             inputs["labels"] = inputs["input_ids"]
         return module, inputs, notes
 
-    def _inputs_of(self, module: nn.Module) -> dict[str, Tensor]:
-        """Returns random inputs for a transformers model."""
+    def _inputs_of(self, module: nn.Module) -> Any:
+        """Returns random inputs for a model of transformers, or a function's network of tokens."""
         config = getattr(module, "config", None)
         draw = torch.Generator().manual_seed(1)
         if words := getattr(config, "vocab_size", 0):
@@ -138,6 +137,9 @@ class NetworkSource:
             channels = getattr(config, "num_channels", 3)
             pixels = torch.randn(self.batch, channels, high, wide, generator=draw)
             return {"pixel_values": pixels.double()}
+        with suppress(UserError):
+            words, *_ = probed(self.origin()[0], self.seq_len)
+            return (torch.randint(words, (self.batch, self.seq_len), generator=draw),)
         raise UserError(
             f"{self.name}: no inputs are known for {type(module).__name__}: return (module, inputs)"
         )
@@ -154,40 +156,10 @@ def prove(
         ConfigError: The network cannot run on the layout. No process has been started.
         UserError: There is no such network.
     """
-    if layout.pp > 1 or layout.rows_over == "sequence":
-        return _by_trainer(source, layout, plan)
     module, inputs, own, _ = source.load()
     check_with_inputs(module, inputs, layout, plan or own)
     del module
     return Proof(**in_processes(layout.n_processes, _one_rank, source, layout, plan)[0])
-
-
-def _by_trainer(
-    source: NetworkSource, layout: LayoutConfig, plan: Mapping[str, str] | None
-) -> Proof:
-    """Compares runs of the trainer, which has pipelines, and rows that divide sequences."""
-    name, own = source.origin()
-    model, notes = dict[str, Any](factory=name), list[str]()
-    if Path(name).is_dir():
-        module, _, _, (_, *notes) = source.load()  # a run begins with the folder's weights
-        model = {"folder": name, "n_layers": cast(Any, module).config.num_hidden_layers}
-    if patterns := plan or own:
-        model["plan"] = dict(patterns)
-    sections = {
-        "model": model,
-        "data": {"path": ".", "seq_len": source.seq_len},
-        "layout": layout.model_dump(exclude_unset=True),
-        "train": {**TRAIN, "global_batch": source.batch, "dtype": "float64", "device": "cpu"},
-    }
-    run = check_layout(parse_run({"name": "prove", **sections}))
-    found = in_processes(layout.n_processes, _rank_of_run, run)
-    what, relative, loss = max(found, key=lambda one: one[1])
-    worst = {"name": what, "relative": relative}
-    return Proof(relative <= EQUAL, worst, loss, describe_layout(layout), notes=notes)
-
-
-def _rank_of_run(run: RunConfig) -> tuple[str, float, float]:
-    return one_rank(run, in_float64())
 
 
 def check_with_inputs(
@@ -198,6 +170,9 @@ def check_with_inputs(
     Raises:
         ConfigError: It cannot run on the layout, or not with these inputs.
     """
+    if runs_as_a_family(layout):
+        run_of(module, layout, plan)
+        return
     roles, spec = check(module, layout, plan), spec_of(layout)
     divided = {"samples": spec.batch_parts(layout), "tokens": spec.sequence_parts(layout)}
     shapes = list[torch.Size]()
@@ -287,16 +262,19 @@ def compare(
     if hasattr(alone, "set_experts_implementation"):
         alone.set_experts_implementation("eager")
     net = parallelize(module, layout, plan)
+    batch = _batch_of(alone, inputs) if runs_as_a_family(layout) else None
     with in_float64():
-        expected = None
-        if net.axes.world.index == 0:
-            adam: Any = torch.optim.AdamW(alone.parameters(), lr=1e-3)
-            named = dict(alone.named_parameters())
-            grads = lambda: {name: p.grad for name, p in named.items()}  # noqa: E731
-            expected = _train(alone, inputs, adam, Tensor.backward, float, grads)
+        expected = _train_alone(alone, inputs, batch) if net.axes.world.index == 0 else None
         del alone
-        adam = net.optimizer(torch.optim.AdamW, lr=1e-3)
-        result = _train(net, net.local(inputs), adam, net.backward, net.total, net.gradients)
+
+        def step() -> float:
+            if batch is not None:
+                return net.train_batch(batch, _loss_of_batch)
+            loss = _loss(_run(net, net.local(inputs)))
+            net.backward(loss)
+            return net.total(loss)
+
+        result = _train(net, step, net.optimizer(torch.optim.AdamW, lr=1e-3), net.gradients)
     if expected is None:
         return None
     name, relative = max(_differences(expected, result), key=lambda pair: pair[1])
@@ -313,22 +291,49 @@ _Result = tuple[float, dict[str, Tensor | None], dict[str, Tensor]]
 
 def _train(
     network: Any,
-    inputs: Any,
+    step: Callable[[], float],
     optimizer: torch.optim.Optimizer,
-    backward: Callable[[Tensor], object],
-    total: Callable[[Tensor], float],
     gradients: Callable[[], dict[str, Tensor | None]],
 ) -> _Result:
     """Returns the loss and the gradients of the first of some steps, and the weights after them."""
     first: tuple[float, dict[str, Tensor | None]] | None = None
     for _ in range(STEPS):
-        loss = _loss(_run(network, inputs))
-        backward(loss)
-        first = first or (total(loss.detach()), gradients())
+        loss = step()
+        first = first or (loss, gradients())
         optimizer.step()
         network.zero_grad()
     assert first is not None
     return (*first, network.state_dict())
+
+
+def _train_alone(network: nn.Module, inputs: Any, batch: Mapping[str, Tensor] | None) -> _Result:
+    named = dict(network.named_parameters())
+
+    def step() -> float:
+        if batch is not None:
+            loss = _loss_of_batch(network(batch["tokens"]), batch)
+        else:
+            loss = _loss(_run(network, inputs))
+        loss.backward()
+        return float(loss.detach())
+
+    def gradients() -> dict[str, Tensor | None]:
+        return {name: p.grad for name, p in named.items()}
+
+    return _train(network, step, torch.optim.AdamW(named.values(), lr=1e-3), gradients)
+
+
+def _batch_of(network: nn.Module, inputs: Any) -> dict[str, Tensor]:
+    """Returns tokens [b, s], and for the loss weights [b, s, v] of logits."""
+    tokens: Tensor = inputs["input_ids"] if isinstance(inputs, Mapping) else inputs[0]
+    with torch.no_grad(), in_float64():
+        size = logits_of(network(tokens[:1])).shape[1:]
+    weights = torch.randn(size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return {"tokens": tokens, "weights": weights.expand(len(tokens), *size)}
+
+
+def _loss_of_batch(out: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    return (logits_of(out) * batch["weights"]).sum(-1).mean()
 
 
 def _run(network: Callable[..., Any], inputs: Any) -> Any:

@@ -26,6 +26,7 @@ from gridformer.parallel.tensor.summa import Sharded
 from gridformer.prove import check_with_inputs, compare
 from gridformer.utils.errors import ConfigError
 from tests.support.marks import full_unless
+from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
 
 Made = tuple[nn.Module, Any, Mapping[str, str] | None]
@@ -234,6 +235,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"scheme": "megatron", "cols": 2, "dp": 2, "dp_mode": "zero1"},
     "both": {"scheme": "optimus", "cols": 2, "dp": 2, "dp_mode": "fsdp"},
 }
+OF_TOKENS: dict[str, dict[str, Any]] = {
+    "stages": {"scheme": "optimus", "rows": 2, "pp": 2, "micro_batches": 2},
+    "stages, fsdp": {"pp": 2, "stages_per_rank": 2, "micro_batches": 2, "dp": 2, "dp_mode": "fsdp"},
+    "rows over s": {"scheme": "optimus", "rows": 2, "cols": 2, "rows_over": "sequence"},
+    "rows over s, stages": {"scheme": "megatron_2d", "rows": 2, "pp": 2, "rows_over": "sequence"},
+}
 NETWORKS = {
     made.__name__: made
     for made in (decoder, vit, crossed, llama, padded, gpt2, mixtral, aria, deepseek)
@@ -257,7 +264,9 @@ QUICK = {
     "mixtral": "branches both",
     "deepseek": "tokens optimus",
 }
+MANY = "decoder", "llama", "mixtral"  # which run on some tokens of each sequence
 PAIRS = [(name, layout) for name in NETWORKS for layout in LAYOUTS]
+PAIRS += [(name, layout) for name in (*MANY, "aria") for layout in OF_TOKENS]
 
 
 @pytest.mark.parametrize(
@@ -267,10 +276,17 @@ PAIRS = [(name, layout) for name in NETWORKS for layout in LAYOUTS]
 def test_equals_one_process(pool: WorkerPool, name: str, layout: str) -> None:
     if name not in ("decoder", "vit", "crossed"):
         pytest.importorskip("transformers")
-    n = LayoutConfig(**LAYOUTS[layout]).n_processes
-    proof = pool.run(n, measured, name, LAYOUTS[layout])[0]
+    values = {**LAYOUTS, **OF_TOKENS}[layout]
+    proof = pool.run(LayoutConfig(**values).n_processes, measured, name, values)[0]
     assert proof.equal, proof.worst
     assert proof.worst["relative"] < 1e-10
+
+
+@pytest.mark.parametrize("layout", ["stages, fsdp", "rows over s, stages"])
+def test_equals_one_process_over_nccl(pool: WorkerPool, layout: str) -> None:
+    n = LayoutConfig(**OF_TOKENS[layout]).n_processes
+    proof = pool.run(n, on_nccl, measured, "decoder", OF_TOKENS[layout])[0]
+    assert proof.equal, proof.worst
 
 
 def test_another_activation_that_layers_make_of_all_tokens_ends_the_step() -> None:
@@ -323,23 +339,23 @@ def one_step(layout: dict[str, Any] | None) -> tuple[float, dict[str, Tensor], i
     torch.manual_seed(0)
     module, _, plan = decoder()
     module = module.double()
+    module.get_submodule("layers.0.norm1").requires_grad_(False)
     batches = [own_model.batch_of(1), own_model.batch_of(2)]
-
-    def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) / len(batches)
-
     if layout is None:
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        for tokens in batches:
-            loss_of(module(tokens), tokens).backward()
+        for batch in batches:
+            (own_model.loss_of(module(batch["tokens"]), batch) / 2).backward()
         norm = float(nn.utils.clip_grad_norm_(module.parameters(), 0.1))
         optimizer.step()
         return norm, module.state_dict(), sum(p.numel() for p in module.parameters())
     net = gridformer.parallelize(module, layout, plan)
     updates = net.optimizer(torch.optim.SGD, lr=1.0)
-    for i, batch in enumerate(batches):
-        tokens = net.local(batch)
-        net.backward(loss_of(net(tokens), tokens), last=i == 1)
+    if "pp" in layout:
+        both = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+        net.train_batch(both, own_model.loss_of)
+    for i, batch in enumerate(batches if "pp" not in layout else ()):
+        part = net.local(batch)
+        net.backward(own_model.loss_of(net(part["tokens"]), part) / 2, last=i == 1)
     norm = net.clip_gradients(0.1)
     updates.step()
     held = sum(p.untyped_storage().nbytes() // 8 for p in {*net.module.parameters()})
@@ -347,19 +363,19 @@ def one_step(layout: dict[str, Any] | None) -> tuple[float, dict[str, Tensor], i
     return norm, net.state_dict(), held
 
 
-@pytest.mark.parametrize("name", ["tokens", "optimus", "fsdp", "both"])
+@pytest.mark.parametrize("name", ["tokens", "optimus", "fsdp", "both", *OF_TOKENS])
 def test_a_step_with_clipping_and_two_batches(pool: WorkerPool, name: str) -> None:
     """Every process has the whole state, and memory for its share of the parameters."""
     norm, state, elements = one_step(None)
-    layout = LAYOUTS[name]
-    n = LayoutConfig(**layout).n_processes
+    layout = {**LAYOUTS, **OF_TOKENS}[name]
+    n, of_ends = LayoutConfig(**layout).n_processes, 512 * 64 // 2 if "pp" in layout else 0
     for ours, whole, held in pool.run(n, one_step, layout):
         assert ours == pytest.approx(norm, rel=1e-12)
         assert whole.keys() == state.keys()
         for key, value in state.items():
             torch.testing.assert_close(whole[key], value, rtol=1e-11, atol=1e-13)
         # Vectors and the table of positions are on several devices, of which one updates them.
-        assert 0.9 * elements / n <= held < 1.1 * elements / n + 2 * 32 * 64
+        assert 0.9 * elements / n <= held < 1.1 * elements / n + 2 * 32 * 64 + of_ends
     own_model.Decoder(2, 64, 4).double().load_state_dict(whole)
 
 
@@ -459,7 +475,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]
     "inline": (lambda: nn.Sequential(Inline(), Inline()), {**ONE, "sequence_parallel": True},
         {"*.up": "opening", "*.down": "closing"},
         r"0\.up: activations are sharded between sections, and 0 also computes what is between"),
-    "pipelines": (decoder_, {"pp": 2}, own_model.PLAN, r"layout\.pp=2 is not for"),
     "keys": (decoder_, {**ONE, "rows": 2}, own_model.PLAN, r"uses layout\.cols and cannot"),
 }  # fmt: skip
 
@@ -472,6 +487,19 @@ def test_refused_before_anything_changes(case: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check(module, LayoutConfig(**layout), plan)
     assert before == {name: id(p) for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("make", "layout", "said"),
+    [
+        (vit, {"pp": 2}, r"ViT.*: the network has no torch\.nn\.ModuleList of layers"),
+        (lambda: (decoder()[0].half(), None, own_model.PLAN), {"pp": 2}, "parameters are float16"),
+    ],
+)
+def test_networks_without_stages(make: Callable[[], Made], layout: Any, said: str) -> None:
+    module, _, plan = make()
+    with pytest.raises(ConfigError, match=said):
+        gridformer.parallelize(module, layout, plan)
 
 
 def test_heads_of_keys_must_divide() -> None:

@@ -25,9 +25,9 @@ from gridformer.utils.errors import CheckpointError, ConfigError
 from tests.support.marks import full_unless
 from tests.support.multirank import own_networks
 from tests.support.multirank.exactness import compare, worst_of
-from tests.support.multirank.matrix import OVER_SEQUENCE, SCHEMES, SETTINGS, Cell
+from tests.support.multirank.matrix import SCHEMES, SETTINGS, Cell
 from tests.support.multirank.nccl_path import on_nccl
-from tests.support.multirank.own_networks import NETWORKS, OF_PLACES, planned
+from tests.support.multirank.own_networks import NETWORKS, planned
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import TRAIN, assert_same_run, plan_for, start_from, train
 
@@ -37,21 +37,21 @@ REFUSED_SCHEMES = ("D&SP-cSub", "Optimus, stationary weights")
 CELLS = [
     cell
     for cell in itertools.product(NETWORKS, SCHEMES, PIPELINES, REPLICAS)
-    if cell[1] not in REFUSED_SCHEMES and (cell[0] in OF_PLACES or cell[1] not in OVER_SEQUENCE)
+    if cell[1] not in REFUSED_SCHEMES
 ]
 METHOD = dict(zip(CELLS, itertools.cycle(("", *METHODS))))
 QUICK = (
     (NETWORKS[0], "D&SP", 1, "fsdp"),
     ("examples.own_model:network", "single", 4, "none"),
     ("scaled", "Megatron, sequence parallel", 4, "none"),
-    ("placed", "Optimus, rows over s", 2, "none"),
+    ("scaled", "Optimus, rows over s", 2, "none"),
     ("mixtral", "Optimus", 2, "none"),
 )
 # Their messages take NCCL's path.
 QUICK_OVER_NCCL = ("mixtral", "D&SP", 1, "fsdp")
 NCCL_SCHEMES = ("Optimus", "Megatron 2-D", "D&SP")
 OVER_NCCL = [*itertools.product(("scaled", "mixtral"), NCCL_SCHEMES, (1,), ("none", "fsdp"))]
-OVER_NCCL += [("placed", "Optimus, rows over s", 2, "none"), ("placed", "D&SP", 2, "fsdp")]
+OVER_NCCL += [("scaled", "Optimus, rows over s", 2, "none"), ("scaled", "D&SP", 2, "fsdp")]
 
 
 @pytest.mark.parametrize("cell", full_unless(QUICK.__contains__, CELLS), ids=str)
@@ -115,11 +115,16 @@ class Untold(own_networks.Scaled):
 
 
 class Last(own_networks.Scaled):
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return super().forward(tokens)[:, -1:]
 
 
-class Skips(own_networks.Placed):
+class Unplaced(own_networks.Scaled):
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tokens)
+
+
+class Skips(own_networks.Scaled):
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         x = self.words(tokens)
         results = [x := layer(x) for layer in self.layers]
@@ -127,13 +132,13 @@ class Skips(own_networks.Placed):
         return logits
 
 
-class LooksBack(own_networks.Placed):
+class LooksBack(own_networks.Scaled):
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         x = super().forward(tokens, position_ids)
         return x + x.roll(1, 1)
 
 
-class Orders(own_networks.Placed):
+class Orders(own_networks.Scaled):
     order: Tensor
 
     def __init__(self) -> None:
@@ -146,6 +151,7 @@ class Orders(own_networks.Placed):
 
 untold, last, orders = partial(planned, Untold), partial(planned, Last), partial(planned, Orders)
 skips, looks_back = partial(planned, Skips), partial(planned, LooksBack)
+unplaced = partial(planned, Unplaced)
 
 
 class AddsWords(own_model.Layer):
@@ -153,6 +159,12 @@ class AddsWords(own_model.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.words.weight[0]
+
+
+def frozen() -> tuple[nn.Module, None, dict[str, str]]:
+    network = own_networks.Scaled()
+    network.words.requires_grad_(False)
+    return network, None, own_model.PLAN
 
 
 def shares() -> tuple[nn.Module, None, dict[str, str]]:
@@ -180,11 +192,12 @@ ROWS_OVER_S = {"scheme": "optimus", "rows": 2, "rows_over": "sequence"}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no chain": (f"{HERE}:skips", {"pp": 2}, r"skips is no chain of layers, what is behind the"),
     "read in layers": (f"{HERE}:shares", {"pp": 2}, "layer 0 reads what is computed outside it"),
-    "places": (OWN, ROWS_OVER_S, "its forward has no argument position_ids=None"),
+    "places": (f"{HERE}:unplaced", ROWS_OVER_S, "its forward has no argument position_ids=None"),
     "place of its own": (f"{HERE}:orders", ROWS_OVER_S, "or on its place instead of position_ids"),
     "place untold": (f"{HERE}:looks_back", ROWS_OVER_S, "logits of a token depend on others"),
     "heads": (OWN, {"scheme": "megatron", "cols": 8}, "must be a number that layout.cols=8 div"),
     "no plan": ({"factory": f"{HERE}:unplanned", "n_heads": 4}, {}, "Scaled carries no plan"),
+    "frozen": (f"{HERE}:frozen", {}, "words.weight is frozen, and a run updates all parameters"),
     "heads untold": (f"{HERE}:unplanned", {}, "does not tell n_heads: set it"),
     "role": ({**OWN, "plan": {"*": "opned"}, "n_heads": 4}, {}, "did you mean 'opening'"),
     "size": ({**OWN, "hidden_size": 32}, {}, "examples.own_model:network has hidden_size=64"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.coverage.measured import compared_widely
 
 from gridformer.checkpoint.convert.exporting import entries_of_network, export_run
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run
@@ -21,6 +20,7 @@ from gridformer.train.plan import Plan
 from gridformer.utils.errors import ConfigError
 from tests.support.foreign import save_llama
 from tests.support.marks import extra, full_unless
+from tests.support.multirank import own_networks
 from tests.support.multirank.exactness import compare, worst_of
 from tests.support.multirank.matrix import SETTINGS
 from tests.support.multirank.nccl_path import on_nccl
@@ -172,8 +172,9 @@ def test_other_networks_equal_one_device(pool: WorkerPool, tmp_path: Path, case:
         assert model["ffn_size"] == 2 * 96, "estimates count a token's two experts"
     with pool.limit(280.0):
         # Experts travel as they do over NCCL.
-        how = (on_nccl, compared_widely) if "experts" in case else (compared_widely,)
-        worst_of(pool.run(n, *how, layout, model, dict(SETTINGS), 2))
+        how = (on_nccl,) * ("experts" in case)
+        found = pool.run(n, *how, own_networks.in_double, compare, layout, model, dict(SETTINGS), 2)
+        worst_of(found)
 
 
 @pytest.mark.parametrize("name", ["Granite", "NanoChat", "Gemma2"])

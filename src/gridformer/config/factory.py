@@ -8,6 +8,7 @@ that the folders of others can name nothing but what is here, and do nothing wit
 from __future__ import annotations
 
 import bisect
+import copy
 import difflib
 import importlib
 import importlib.util
@@ -36,6 +37,17 @@ class Made(NamedTuple):
     plan: Mapping[str, str] | None = None
 
 
+given: dict[str, Made] = {}
+
+
+def give(module: nn.Module, plan: Mapping[str, str] | None) -> str:
+    """Returns a name of a network in memory, by which it is found as those of functions are."""
+    name = f"{type(module).__module__}:{type(module).__qualname__}"
+    name += f" {len(given)}" if name in given else ""
+    given[name] = Made(module, None, plan)
+    return name
+
+
 def make(name: str) -> Made:
     """Calls a function by its name.
 
@@ -44,6 +56,8 @@ def make(name: str) -> Made:
     """
     from torch import nn
 
+    if name in given:
+        return given[name]
     function = _function(name)
     try:
         made = function()
@@ -105,12 +119,27 @@ def on_meta(name: str) -> Made:
     """
     import torch
 
+    if name in given:
+        return given[name]._replace(module=copied(given[name].module))
     try:
         with torch.device("meta"):
             made = make(name)
     except UserError:
         made = make(name)
     return made._replace(module=made.module.to("meta"))
+
+
+def copied(network: nn.Module) -> nn.Module:
+    """Returns a copy of a network on the meta device, also while a step is recorded."""
+    import torch
+    from torch import nn
+
+    new = dict[int, Any]()
+    for x in (*network.parameters(), *network.buffers()):
+        empty = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        is_parameter = isinstance(x, nn.Parameter)
+        new[id(x)] = nn.Parameter(empty, x.requires_grad) if is_parameter else empty
+    return copy.deepcopy(network, new)
 
 
 def path_of_layers(module: nn.Module) -> str:

@@ -202,8 +202,11 @@ class NetworkModel(Model):
         names = self._link_names() if links is None else links
         tokens_BS = batch["tokens"]
         entering = None if "embedding" in names else hidden
+        positions = batch.get("positions")
+        if positions is None:
+            positions = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device).unsqueeze(0)
         if not self.reads_embeddings:
-            placed = {POSITIONS: batch["positions"]} if self.sequence.n > 1 else {}
+            placed = {POSITIONS: positions} if self.sequence.n > 1 else {}
             with self._only(names, "head" not in names, entering) as leaving:
                 try:
                     return Activations(factory.logits_of(self.module(tokens_BS, **placed)))
@@ -211,11 +214,7 @@ class NetworkModel(Model):
                     return Activations(leaving[0])
         if "embedding" in names:
             hidden = self._cast(self.module.get_input_embeddings()(tokens_BS))
-        positions = batch.get("positions")
-        if positions is None:
-            end = start + tokens_BS.shape[1]
-            positions = torch.arange(start, end, device=tokens_BS.device).unsqueeze(0)
-        inputs = {"inputs_embeds": hidden, "position_ids": positions}
+        inputs = {"inputs_embeds": hidden, "position_ids": positions + start}
         inputs |= {"use_cache": False, "return_dict": True}
         if caches:
             inputs["past_key_values"] = _cache_of(caches, start)
@@ -304,7 +303,7 @@ class NetworkModel(Model):
         """Reads buffers that belong to the weights, or else those that only constructors set."""
         real = [(n, b) for n, b in self.module.named_buffers() if type(b) is Tensor]
         stored = self.stored_buffers() if self._has_weights() else {}
-        new = not self.reads_embeddings
+        new = bool(self.config.factory)
         if wanted := [(n, b) for n, b in real if new or n in stored or b.isnan().any()]:
             read = self.initial_values(0)
             for name, buffer in wanted:
@@ -419,7 +418,8 @@ def class_of(folder: str) -> tuple[Any, Any]:
 
 def _new_network(sizes: ModelConfig, on_meta: bool = True) -> Any:
     if sizes.factory:
-        network = _copied(sizes.factory) if on_meta else factory.make(sizes.factory).module
+        network = factory.on_meta(sizes.factory).module if on_meta else None
+        network = factory.copied(network) if network else factory.make(sizes.factory).module
         layers = network.get_submodule(path_of_layers(network))
         for name in [*layers._modules][sizes.n_layers :]:  # a record of a step needs few
             del layers._modules[name]
@@ -433,16 +433,6 @@ def _new_network(sizes: ModelConfig, on_meta: bool = True) -> Any:
         return kind(config)
     with torch.device("meta"):
         return kind(config)
-
-
-def _copied(name: str) -> nn.Module:
-    """Returns a copy of a function's network, also while a step is recorded."""
-    network, new = factory.on_meta(name).module, dict[int, Any]()
-    for x in (*network.parameters(), *network.buffers()):
-        empty = torch.empty(x.shape, dtype=x.dtype, device="meta")
-        is_parameter = isinstance(x, nn.Parameter)
-        new[id(x)] = nn.Parameter(empty, x.requires_grad) if is_parameter else empty
-    return copy.deepcopy(network, new)
 
 
 def _cache_of(caches: Sequence[KVCache], start: int) -> Any:

@@ -31,28 +31,15 @@ class Scaled(own_model.Decoder):
         self.words, self.head = nn.Embedding(WORDS, H), nn.Linear(H, WORDS, bias=False)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, WORDS), persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * self.scale
-
-
-class Placed(Scaled):
-    """It is told the positions of its tokens."""
-
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        x = self.words(tokens) + self.positions(position_ids)
-        for layer in self.layers:
-            x = layer(x)
-        logits: Tensor = self.head(self.norm(x)) * self.scale
-        return logits
+        return super().forward(tokens, position_ids) * self.scale
 
 
 def planned(kind: Callable[[], nn.Module]) -> tuple[nn.Module, None, dict[str, str]]:
     return kind(), None, own_model.PLAN
 
 
-scaled, placed = partial(planned, Scaled), partial(planned, Placed)
+scaled = partial(planned, Scaled)
 deep = partial(planned, partial(own_model.Decoder, n_layers=10, h=48, n_heads=12))
 
 
@@ -70,9 +57,7 @@ def mixtral() -> nn.Module:
     return model
 
 
-OF_TRANSFORMERS = ("llama", "mixtral")
-OF_PLACES = ("placed", *OF_TRANSFORMERS)  # which are told the positions of tokens
-NETWORKS = ("examples.own_model:network", "scaled", *OF_PLACES)
+NETWORKS = ("examples.own_model:network", "scaled", "llama", "mixtral")
 
 
 def in_double(compare: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from gridformer.parallel.branches.section import (
     split_or_slice,
     sum_or_concat,
 )
-from gridformer.parallel.data.gradients import GradientSums
+from gridformer.parallel.data.gradients import GradientSums, clip
 
 
 @dataclass
@@ -192,10 +191,7 @@ class Placed:
         for parameter in self._counted:
             if parameter.grad is not None:
                 square += parameter.grad.square().sum()
-        norm = math.sqrt(float(comm.all_reduce(square, self.world, label="metrics")))
-        if grads and norm > max_norm:
-            torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
-        return norm
+        return clip(grads, square, self.world, max_norm)
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the parameters that an optimizer on this process updates."""

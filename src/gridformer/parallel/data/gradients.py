@@ -27,7 +27,7 @@ from gridformer import comm
 from gridformer.mesh import Axes, Axis, groups
 from gridformer.models.blocks import Layer
 from gridformer.parallel.data.buckets import buckets, in_buckets, together
-from gridformer.parallel.data.zero import FlatBucket, replica_part
+from gridformer.parallel.data.zero import FlatBucket, own_part, replica_part
 from gridformer.parallel.sharding import ParamShard, info_of, replica_axis, shard_of
 
 _NORMED = 1024  # elements; see `_square_on_cpu`
@@ -40,7 +40,7 @@ LABEL = "gradients"
 
 def owned(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns names and parameters (or this replica's parts) that this rank updates and saves."""
-    return [(name, _updated(parameter)) for name, parameter in _owned_parameters(model)]
+    return [(name, own_part(parameter)) for name, parameter in _owned_parameters(model)]
 
 
 def _owned_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -99,7 +99,7 @@ def reduce_gradients(
         sums.finish()
     for stages in sorted({shard.stages for shard in shards if shard.stages}):
         shared = [p for p, shard in zip(parameters, shards) if shard.stages == stages]
-        grads = [_grad(_updated(p)) for p in shared if shard_of(p).owned]
+        grads = [_grad(own_part(p)) for p in shared if shard_of(p).owned]
         in_buckets(grads, partial(_sum_over_stages, axis=axes.holders(stages)))
     for parameter, info in zip(parameters, infos):
         if info.replica_part is not None:
@@ -188,7 +188,7 @@ class GradientSums:
         held: dict[str, list[nn.Parameter]] = defaultdict(list)
         for _, parameter in _owned_parameters(model):
             shard = shard_of(parameter)
-            if not shard.partial and not shard.stages:
+            if parameter.requires_grad and not shard.partial and not shard.stages:
                 held[replica_axis(parameter)].append(parameter)
         summed = [(axes[name], parameters) for name, parameters in held.items()]
         layers = [[*one.parameters()] for one in model.modules() if isinstance(one, Layer)]
@@ -423,6 +423,18 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> Tenso
     return None
 
 
+def clip(grads: Sequence[Tensor], square: Tensor, world: Axis, max_norm: float) -> float:
+    """Scales gradients in place by their norm over all ranks, and returns the norm before.
+
+    Args:
+        square: This rank's part of the squared norm, which is used up.
+    """
+    norm = float(comm.all_reduce(square, world, label="metrics")) ** 0.5
+    if grads and norm > max_norm:
+        torch._foreach_mul_([*grads], max_norm / (norm + 1e-6))
+    return norm
+
+
 def clippings(norms: Tensor, max_norm: float) -> Tensor:
     """Returns the factors that scale norms above `max_norm` down to it, otherwise 1.
 
@@ -432,12 +444,6 @@ def clippings(norms: Tensor, max_norm: float) -> Tensor:
         return torch.ones_like(norms)
     # Not max_norm / (...), which torch computes as a product with the reciprocal.
     return torch.where(norms > max_norm, torch.full_like(norms, max_norm) / (norms + 1e-6), 1.0)
-
-
-def _updated(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns what this rank updates of a parameter that it owns: its part, or the parameter."""
-    part = replica_part(parameter)
-    return parameter if part is None else part
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:

@@ -42,6 +42,8 @@ def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
     axis = axes.sharding(shard.replicas) if shard.replicas else Axis("none")
     if mode == "replicate" or axis.size == 1 or (mode == "zero1" and not shard.owned):
         return
+    if not parameter.requires_grad:  # no gradient tells when it has been read for the last time
+        return
     rows, _ = _shape_in_rows(parameter, axis.size)
     each = -(-rows // axis.size)
     start = min(rows, axis.index * each)
@@ -65,6 +67,12 @@ def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
 def replica_part(parameter: nn.Parameter) -> nn.Parameter | None:
     """Returns the rows of a parameter that this replica updates; None if no replica has its own."""
     return info_of(parameter).replica_part
+
+
+def own_part(parameter: nn.Parameter) -> nn.Parameter:
+    """Returns what this rank updates of a parameter that it owns: its part, or the parameter."""
+    part = replica_part(parameter)
+    return parameter if part is None else part
 
 
 def stored(parameter: nn.Parameter) -> nn.Parameter:

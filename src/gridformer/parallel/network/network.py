@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gridformer import comm
+from gridformer import comm, models
 from gridformer.comm.autograd import one_thread
-from gridformer.config import LayoutConfig
+from gridformer.config import LayoutConfig, factory
+from gridformer.mesh import Axes
+from gridformer.models.blocks import SequenceRows
 from gridformer.parallel.axes import build_axes
-from gridformer.parallel.build import initialize
+from gridformer.parallel.build import build_parallel, initialize
 from gridformer.parallel.data import fsdp
 from gridformer.parallel.data.copies import differing, share_copies, share_parts
 from gridformer.parallel.data.gradients import (
     GradientSums,
     clear_gradients,
+    clip,
     counted_square,
     owned,
     reduce_gradients,
 )
-from gridformer.parallel.data.zero import FlatBucket, cut_over_replicas, replica_part, stored
+from gridformer.parallel.data.zero import FlatBucket, cut_over_replicas, own_part, stored
 from gridformer.parallel.network import modules as parts
-from gridformer.parallel.network.refusals import check
+from gridformer.parallel.network.refusals import check, run_of, runs_as_a_family
 from gridformer.parallel.network.replacing import Sharding
-from gridformer.parallel.registry import describe_layout
+from gridformer.parallel.pipeline import Executor
+from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.parallel.sharding import ParamInfo, info_of
+from gridformer.parallel.tensor.summa import gathered_weights_scope
+from gridformer.utils.batch import MicroBatch
 from gridformer.utils.tensors import map_tensors
 
 LABEL = "network"
@@ -45,7 +51,8 @@ def parallelize(
 
     Args:
         module: The whole network with its weights, equal on every process and on that process's
-            device. It is modified in place.
+            device. It is modified in place; with stages, or rows over the sequence, it is left
+            without weights.
         layout: The layout, such as `{"scheme": "megatron", "cols": 2}`.
         plan: Roles by patterns of names (gridformer.parallel.network.plan). None for the plan that
             a transformers model carries.
@@ -60,7 +67,8 @@ def parallelize(
     """
     if not isinstance(layout, LayoutConfig):
         layout = LayoutConfig.model_validate({**layout})
-    roles = check(module, layout, plan)
+    run = run_of(module, layout, plan) if runs_as_a_family(layout) else None
+    roles = None if run else check(module, layout, plan)
     n = dist.get_world_size() if dist.is_initialized() else 1
     if n != layout.n_processes:
         raise RuntimeError(
@@ -75,6 +83,11 @@ def parallelize(
             f"the processes' weights differ: {', '.join(wrong[:3])}; call torch.manual_seed with "
             "the same seed on every process before the network is built"
         )
+    if run:
+        model: Any = build_parallel(run.model, layout, axes, 0, device, run.train.dtype)
+        module.to("meta")  # this process's part has its weights
+        return Network(model, layout, axes, model.orders, device)
+    assert roles is not None
     values = {name: p.data for name, p in module.named_parameters()}
     sharding = Sharding(module, roles, layout, axes)
 
@@ -84,9 +97,14 @@ def parallelize(
             return values[name]
         return values[name].index_select(order[0], order[1].to(device))
 
-    initialize(module, 0, device, None, values=value)
+    cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
+    initialize(module, 0, device, None, cut, values=value)
     sharding.finish(module)
-    return Network(module, layout, sharding, device)
+    network = Network(module, layout, axes, sharding.orders, device)
+    if layout.dp_mode == "fsdp":
+        more = layout.reshard != "step", sharding.layers, parts.before_backward
+        network.gathering = fsdp.Gathering(module, axes, *more)
+    return network
 
 
 class Network:
@@ -99,67 +117,132 @@ class Network:
             net.backward(loss)
             optimizer.step()
 
+    With a pipeline, `train_batch` takes the place of the call, `loss_of` and `backward`.
+
     Attributes:
-        module: The network, whose code and names are unchanged.
+        module: The network, whose code and names are unchanged; in a pipeline this process's part.
         axes: The axes of the layout.
         n_parts: Into how many parts of equal size a batch is divided.
+        gathering: What gathers parameters (fsdp), unless the module itself does.
     """
 
     def __init__(
-        self, module: nn.Module, layout: LayoutConfig, sharding: Sharding, device: torch.device
+        self,
+        module: nn.Module,
+        layout: LayoutConfig,
+        axes: Axes,
+        orders: Mapping[str, tuple[int, Tensor]],
+        device: torch.device,
     ) -> None:
-        self.module, self.layout, self.axes, self.device = module, layout, sharding.axes, device
-        self._orders = {module.get_parameter(n): order for n, order in sharding.orders.items()}
-        axes, mode = self.axes, self.layout.dp_mode
-        self.n_parts = axes.dp.size * axes.batch.size
-        self._trained = [p for p in self.module.parameters() if p.requires_grad]
-        for parameter in self._trained:
-            cut_over_replicas(parameter, axes, mode)
+        self.module, self.layout, self.axes, self.device = module, layout, axes, device
+        self._model = module if isinstance(module, models.NetworkModel) else None
+        named = dict(module.named_parameters())
+        self._orders = {named[name]: order for name, order in orders.items() if name in named}
+        self.n_parts = axes.dp.size * axes.batch.size * axes.sequence.size
+        self._trained = [p for p in named.values() if p.requires_grad]
         self._reached: set[nn.Parameter] = set()
         for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._reached.add)
-        by_axis: dict[str, list[nn.Parameter]] = {}
-        for parameter in self._trained:
-            shard = info_of(parameter).shard
-            if shard.owned and not shard.partial:
-                by_axis.setdefault(shard.replicas or "", []).append(parameter)
-        summed = [(axes[name], members) for name, members in by_axis.items()]
-        self._sums = GradientSums(summed, [*self.module.parameters()])
-        self._sums.every_pass = self.layout.gradient_sync == "micro_batch"
-        self._scope = ExitStack()  # in which parameters are gathered (fsdp)
-        self._gathering: fsdp.Gathering | None = None
-        if mode == "fsdp":
-            more = self.layout.reshard != "step", sharding.layers, parts.before_backward
-            self._gathering = fsdp.Gathering(self.module, axes, *more)
+        self._sums = GradientSums.of(module, axes)
+        self._sums.every_pass = layout.gradient_sync == "micro_batch"
+        self._scope = ExitStack()  # in which parameters are gathered
+        self.gathering: fsdp.Gathering | None = None
         self._is_open = False
+        self._executor: Executor | None = None
+        self._every = module  # with the names of all stages
+        if self._model is not None and axes.pp.size > 1:
+            self._executor = Executor(self._model, layout, axes, self._sums)
+            self._every = factory.on_meta(self._model.config.factory).module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the network on this process's samples."""
-        if self._gathering is not None and not self._is_open:
-            self._scope.enter_context(self._gathering.open())
-            self._is_open = True
-        return self.module(*args, **kwargs)
+        """Runs the network on this process's samples, or its tokens of them.
+
+        Raises:
+            RuntimeError: Other processes have some of its layers.
+        """
+        if self._executor is not None:
+            raise RuntimeError("other processes have some of the layers: call train_batch")
+        self._open()
+        if self._model is None:
+            return self.module(*args, **kwargs)
+        return self._model.hidden({"tokens": args[0]})
+
+    def train_batch(
+        self, batch: Mapping[str, Any], loss_of: Callable[[Any, Mapping[str, Any]], Tensor]
+    ) -> float:
+        """Runs forward and backward passes of `layout.micro_batches` equal parts of a batch.
+
+        Call it on every process; gradients are then as after `backward`.
+
+        Args:
+            batch: `tokens` [B, s], which the network reads, and what the loss reads beside its
+                results, tensors [B, ...]. It is equal on every process.
+            loss_of: Returns the mean loss over some samples, given the network's result and these
+                samples of the batch. In a pipeline only the last stage calls it.
+
+        Returns:
+            The mean loss of the batch.
+
+        Raises:
+            ValueError: B, or s where rows divide it, does not divide.
+        """
+        m, here = self.layout.micro_batches, self.local(batch)
+        size, rest = divmod(len(here["tokens"]), m)
+        if rest:
+            raise ValueError(
+                f"{size * m + rest} samples of a process do not divide into {m} micro-batches"
+            )
+        rows = [slice(i * size, (i + 1) * size) for i in range(m)]
+        work = [{key: x[row] for key, x in here.items()} for row in rows]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+
+        def finish(result: Any, part: Mapping[str, Any]) -> Tensor:
+            loss = loss_of(result, part)
+            total.add_(loss.detach())
+            return loss / m
+
+        if self._executor is None:
+            for i, part in enumerate(work):
+                self.backward(finish(self(part["tokens"]), part), last=i == m - 1)
+        else:
+            self._open()
+            with one_thread():
+                self._executor.train(
+                    [MicroBatch(row, part) for row, part in zip(rows, work)],
+                    lambda result, part: finish(result, part) / self.n_parts,
+                )
+            self._reduce()
+        return self.total(total / m) * self.axes.pp.size  # others than the last stage have 0
 
     def local(self, batch: Any) -> Any:
         """Returns this process's samples of a batch that is equal on every process.
 
         Args:
-            batch: A tensor [B, ...], or a dict, list or tuple of them; B must divide by `n_parts`.
+            batch: A tensor [B, ...], or a dict, list or tuple of them. Where rows divide sequences,
+                each tensor [B, s, ...] has one entry for each token, in the order of `tokens`.
 
         Returns:
-            The same with tensors [B / n_parts, ...] on this process's device.
+            The same with tensors [B / n, ...] on this process's device, or [B / n, s / rows, ...].
 
         Raises:
-            ValueError: B does not divide.
+            ValueError: B, or s where rows divide it, does not divide.
         """
-        index = self.axes.dp.index * self.axes.batch.size + self.axes.batch.index
+        axes, sequence = self.axes, self._model.sequence if self._model else SequenceRows()
+        n = axes.dp.size * axes.batch.size
+        index = axes.dp.index * axes.batch.size + axes.batch.index
+        parts = spec_of(self.layout).sequence_parts(self.layout)
 
         def mine(x: Tensor) -> Tensor:
-            if len(x) % self.n_parts:
+            if len(x) % n:
                 raise ValueError(
-                    f"a batch of {len(x)} samples does not divide into {self.n_parts} equal parts"
+                    f"a batch of {len(x)} samples does not divide into {n} equal parts"
                 )
-            return x.chunk(self.n_parts)[index].to(self.device)
+            x = x.chunk(n)[index].to(self.device)
+            if sequence.n == 1 or x.dim() < 2:
+                return x
+            if x.shape[1] % parts:
+                raise ValueError(f"{x.shape[1]} tokens do not divide into {parts} equal parts")
+            return torch.cat([x[:, tokens] for tokens in sequence.segments(x.shape[1])], 1)
 
         return map_tensors(mine, batch)
 
@@ -173,8 +256,10 @@ class Network:
         """
         with one_thread(), self._sums.backward(last):
             (loss / self.n_parts).backward()
-        if not last:
-            return
+        if last:
+            self._reduce()
+
+    def _reduce(self) -> None:
         reduce_gradients(self._trained, self.axes, self._sums)
         for parameter in self._trained:
             if parameter not in self._reached:  # an optimizer leaves it alone, as in one process
@@ -231,12 +316,8 @@ class Network:
             The norm before scaling, over all parameters of all processes.
         """
         mine = [p for _, p in self.named_parameters()]
-        square = counted_square(mine, self.axes)
-        norm = math.sqrt(float(comm.all_reduce(square, self.axes.world, label="metrics")))
         grads = [p.grad for p in mine if p.grad is not None]
-        if grads and norm > max_norm:
-            torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
-        return norm
+        return clip(grads, counted_square(mine, self.axes), self.axes.world, max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns whole parameters and buffers, under the names that the module had.
@@ -244,27 +325,44 @@ class Network:
         Call it on every process; each gets all of it, which is what the unchanged module loads.
         """
         self._close()
-        held = {parameter: stored(parameter) for parameter in self.module.parameters()}
-        whole = {p: self._whole(p, mine.data, mine is not p) for p, mine in held.items()}
+        whole = dict[nn.Parameter, Tensor]()
+        for parameter in self.module.parameters():
+            mine = stored(parameter)
+            whole[parameter] = self._whole(parameter, mine.data, mine is not parameter)
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         state = self.module.state_dict()
-        return {
-            name: whole[parameters[name]] if name in parameters else value.clone()
-            for name, value in state.items()
-        }
+        return self._of_all_stages(
+            {n: whole[parameters[n]] if n in parameters else x.clone() for n, x in state.items()}
+        )
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Returns whole gradients of the parameters, by name; call it on every process."""
-        grads: dict[str, Tensor | None] = {}
-        for name, parameter in self.module.named_parameters():
-            part = replica_part(parameter)
-            held = parameter if part is None else part
-            here = torch.tensor(float(held.grad is not None), device=self.device)
-            grads[name] = None
-            if float(comm.all_reduce(here, self.axes.world, "max", LABEL)):
-                grad = torch.zeros_like(held) if held.grad is None else held.grad
-                grads[name] = self._whole(parameter, grad, part is not None)
-        return grads
+        here = dict(self.module.named_parameters(remove_duplicate=False))
+        names = [name for name, _ in self._every.named_parameters()]
+        held = {name: own_part(here[name]) for name in names if name in here}
+        there = [name in held and held[name].grad is not None for name in names]
+        reached = torch.tensor(there, device=self.device).float()
+        reached = comm.all_reduce(reached, self.axes.world, "max", LABEL)
+        grads = dict[str, Tensor]()
+        for name in (name for name, one in zip(names, reached.tolist()) if one and name in held):
+            grad = held[name].grad
+            grad = torch.zeros_like(held[name]) if grad is None else grad
+            grads[name] = self._whole(here[name], grad, held[name] is not here[name])
+        grads = self._of_all_stages(grads)
+        return {name: grads.get(name) for name in names}
+
+    def _of_all_stages(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gives every stage the tensors that the first one with each of them has."""
+        if self._executor is None:
+            return mine
+        like, pp, every = self._every.state_dict(), self.axes.pp, dict[str, Tensor]()
+        there = torch.tensor([[name in mine for name in like]], device=self.device).float()
+        of_stage = comm.all_gather(there, pp, 0, LABEL).T
+        for (name, empty), has in zip(like.items(), of_stage.tolist()):
+            if any(has):
+                x = mine[name] if name in mine else torch.empty_like(empty, device=self.device)
+                every[name] = comm.broadcast(x.contiguous(), pp, has.index(1.0), LABEL)
+        return every
 
     @torch.no_grad()
     def _whole(self, parameter: nn.Parameter, mine: Tensor, has_part: bool) -> Tensor:
@@ -293,6 +391,13 @@ class Network:
             dim, order = self._orders[parameter]
             mine = torch.empty_like(mine).index_copy_(dim, order.to(mine.device), mine)
         return mine
+
+    def _open(self) -> None:
+        if not self._is_open and self._model is not None:
+            self._scope.enter_context(gathered_weights_scope(self._model))
+        elif not self._is_open and self.gathering is not None:
+            self._scope.enter_context(self.gathering.open())
+        self._is_open = True
 
     def _close(self) -> None:
         self._scope.close()

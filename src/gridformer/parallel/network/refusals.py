@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from gridformer import models
-from gridformer.config import LayoutConfig, ModelConfig, RunConfig, factory
+from gridformer.config import (
+    LayoutConfig,
+    ModelConfig,
+    RunConfig,
+    any_of,
+    factory,
+    parse_run,
+)
 from gridformer.models import network_calls
 from gridformer.parallel.network import modules as parts
 from gridformer.parallel.network.plan import (
@@ -25,12 +32,37 @@ from gridformer.parallel.network.plan import (
     roles_of,
 )
 from gridformer.parallel.registry import spec_of
-from gridformer.parallel.validation import layout_problems
+from gridformer.parallel.validation import check_layout, layout_problems
 from gridformer.utils.errors import ConfigError, UserError
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # What layers read whole, by the ends of its names, beside a part of tokens (s) or of features (h).
 _READ_WHOLE = {"token_mask": ("s",), "block_states": ("s", "h")}
+
+
+def runs_as_a_family(layout: LayoutConfig) -> bool:
+    """Whether a network runs link by link on a layout, or on some tokens of each sequence."""
+    return layout.pp > 1 or layout.rows_over == "sequence"
+
+
+def run_of(module: nn.Module, layout: LayoutConfig, plan: Mapping[str, str] | None) -> RunConfig:
+    """Returns a run of a network that maps tokens to logits; for errors see `parallelize`."""
+    parts = layout.dp * layout.rows * layout.cols * layout.branches * layout.micro_batches
+    dtypes = {p.dtype for p in module.parameters()}
+    if len(dtypes) > 1 or not dtypes < {torch.float32, torch.float64}:
+        said = any_of(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        what = "stages, and rows over the sequence, need"
+        raise ConfigError(f"parameters are {said}: {what} all float32 or all float64")
+    model: dict[str, Any] = {"factory": factory.give(module, plan)}
+    if path := factory.path_of_layers(module):
+        model["n_layers"] = len(module.get_submodule(path)._modules)
+    sections = {
+        "model": model,
+        "data": {"path": ".", "seq_len": 2 * spec_of(layout).sequence_parts(layout)},
+        "layout": layout.model_dump(exclude_unset=True),
+        "train": {"global_batch": parts, "dtype": str(*dtypes).removeprefix("torch.")},
+    }
+    return check_layout(parse_run({"name": "parallelize", **sections}))
 
 
 def check(module: nn.Module, layout: LayoutConfig, plan: Mapping[str, str] | None = None) -> Roles:
@@ -59,17 +91,18 @@ def run_problems(run: RunConfig) -> Iterator[str]:
         yield f"layout.pp={pp}: transformers has no plan for {type(module).__name__}: use pp=1"
     one_stage = run.layout.model_copy(update={"pp": 1, "stages_per_rank": 1})
     config, table = getattr(module, "config", None), getattr(module, "get_input_embeddings", None)
+    remedy = "use parallelize() with pp=1"
     words = {getattr(config, f"vocab_size{key}", 0) for key in ("", "_per_layer_input")}
     for name, part in module.named_modules():
         parts.known_norm(part)  # which are then known to records of a step
         again = table and isinstance(part, nn.Embedding) and part is not table()
         if again and part.num_embeddings in words:
-            yield f"{name} looks up tokens, and layers get embeddings alone: use parallelize()"
+            yield f"{name} looks up tokens, and layers get embeddings alone: {remedy}"
     layers = module.get_submodule(factory.path_of_layers(module)).children()
     read = {name for layer in layers for name in inspect.signature(layer.forward).parameters}
     for name in sorted(read):
         if "input_ids" in name:
-            yield f"layers read {name}, and get embeddings alone: use parallelize()"
+            yield f"layers read {name}, and get embeddings alone: {remedy}"
         elif pp > 1 and name.startswith(("prev_", "block_states")):
             yield f"layout.pp={pp}: layers read {name} of others, not hidden states alone: use pp=1"
     roles = roles_of(module, run.model.plan or None)
@@ -93,6 +126,9 @@ def _factory_problems(run: RunConfig) -> Iterator[str]:
     n_layers = len(module.get_submodule(factory.path_of_layers(module))._modules)
     if model.n_layers > n_layers:
         yield f"model.n_layers={model.n_layers}: {model.factory} has {n_layers}; use that"
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    if frozen and model.factory not in factory.given:
+        yield f"{frozen[0]} is frozen, and a run updates all parameters: use parallelize()"
     for name, part in module.named_modules():
         for key in [key for key, value in vars(part).items() if isinstance(value, Tensor)]:
             place = f"{name}.{key}".lstrip(".")
@@ -130,7 +166,6 @@ def _unsupported(layout: LayoutConfig, attends: bool = False) -> Iterator[str]:
     known = known and (not boundary.h_over or layout.stationary != "auto")
     refused: dict[str, tuple[object, str]] = {
         "scheme": (layout.common == "all" and not known, "use scheme=megatron"),
-        "pp": (layout.pp > 1, "pipelines need a run file: use pp=1"),
         "common": (layout.common != "all", "use common=all"),
         "attention": (layout.attention != "inside", "use attention=inside"),
         "feed_forward": (layout.feed_forward != "branched", "use feed_forward=branched"),

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gridformer import models
-from gridformer.config import LayoutConfig, ModelConfig
-from gridformer.config.factory import probed
+from gridformer.config import LayoutConfig, ModelConfig, factory
 from gridformer.mesh import Axes, Axis
 from gridformer.models.network_calls import group_experts
 from gridformer.parallel.network import modules as parts
@@ -266,9 +265,10 @@ def shard_model(model: models.NetworkModel, layout: LayoutConfig, axes: Axes) ->
         if model.reads_embeddings:
             head = model.module.get_output_embeddings()
         # Other code may change what the head returns, and needs all of it.
-        elif name := probed(config.factory, 2)[2]:
+        elif name := factory.probed(config.factory, 2)[2]:
             head = model.module.get_submodule(name)
-    if axes.col.size > 1 and isinstance(head, parts.Opening):
+    in_script = config.factory in factory.given  # whose loss reads whole logits
+    if axes.col.size > 1 and isinstance(head, parts.Opening) and not in_script:
         head.gathered = None
         v, smoothing = config.vocab_size, config.label_smoothing
         model.loss = VocabParallelCrossEntropy(axes.col, v, smoothing)  # type: ignore[assignment]
