@@ -7,7 +7,8 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from gridformer.models.blocks.attention import AttentionHeads
 from gridformer.models.blocks.dropout import DropoutRng
 from gridformer.models.blocks.scores import ScoreBias, Window, added_to_scores
 from gridformer.models.kernels.grouped import grouped_product
+from gridformer.utils.tensors import TensorAttribute
 
 NAME = "gridformer"  # in the tables of transformers
 POSITIONS = "position_ids"  # the argument with the positions of tokens
@@ -30,6 +32,8 @@ _MASKS = {
     "create_masks_for_generate",
 }
 _WINDOW = re.compile(r"sliding_window=(self\.|getattr\(self\.config)")
+_ROTATED = "gridformer_rotated"
+_SIGNED = TensorAttribute[Tensor]("signed_sines")
 _CALL = "ALL_ATTENTION_FUNCTIONS.get_interface("
 
 
@@ -181,6 +185,50 @@ def mixing_of_tokens(network: nn.Module) -> str:
         f"logits of a token depend on others without torch's scaled_dot_product_attention, or on "
         f"its place instead of {POSITIONS}"
     )
+
+
+def rotate_in(network: nn.Module) -> None:
+    """Lets modules that rotate queries and keys by the code of transformers' Llama do it in fewer
+    kernels; more than a hundred architectures have a copy of that code."""
+    for part in network.modules():
+        if (forward := _rotating(type(part).forward)) is not None:
+            vars(part)["forward"] = MethodType(forward, part)
+
+
+@cache
+def _rotating(forward: Any) -> Any:
+    """Returns a function that calls `_rotated` in place of the rotation, if it is Llama's."""
+    code: Any = getattr(forward, "__code__", None)
+    rotation = "apply_rotary_pos_emb"
+    if not forward.__module__.startswith("transformers.") or rotation not in code.co_names:
+        return None
+    from transformers.models.llama import modeling_llama as llama
+
+    known = forward.__globals__
+    if any(_code_of(known.get(n)) != _code_of(vars(llama)[n]) for n in (rotation, "rotate_half")):
+        return None
+    known[_ROTATED] = _rotated  # a name beside theirs, whose values stay
+    code = code.replace(co_names=tuple({rotation: _ROTATED}.get(n, n) for n in code.co_names))
+    return FunctionType(code, known, None, forward.__defaults__, forward.__closure__)
+
+
+def _code_of(function: Any) -> tuple[Any, ...]:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    # Without what it says of itself.
+    return () if code is None else (code.co_code, code.co_names, code.co_consts[1:])
+
+
+def _rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Returns q and k rotated; all layers read the same sines, negative for firsts of pairs."""
+    half = sin.shape[-1] // 2
+    if (signed := _SIGNED.get(sin)) is None:
+        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        _SIGNED.set(sin, signed)
+    cos, signed = cos.unsqueeze(unsqueeze_dim), signed.unsqueeze(unsqueeze_dim)
+    q_, k_ = (torch.addcmul(x * cos, x.roll(half, -1), signed) for x in (q, k))
+    return q_, k_
 
 
 def group_experts(network: Any) -> None:

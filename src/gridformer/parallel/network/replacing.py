@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gridformer import models
 from gridformer.config import LayoutConfig, ModelConfig, factory
 from gridformer.mesh import Axes, Axis
-from gridformer.models.network_calls import group_experts
+from gridformer.models.network_calls import group_experts, rotate_in
 from gridformer.parallel.network import modules as parts
 from gridformer.parallel.network.plan import PlanRole, Roles, holder_of, roles_of
 from gridformer.parallel.registry import spec_of
@@ -73,6 +73,7 @@ class Sharding:
         experts = any(role.kind == "experts" for role in roles.modules.values())
         if experts and hasattr(network, "set_experts_implementation"):
             group_experts(network)
+        rotate_in(network)
         self._replace(module, roles, boundary.activation_layout)
         for name in roles.whole if sharded else ():
             beside = self._beside if self.branched else None
