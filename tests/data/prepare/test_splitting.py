@@ -1,7 +1,9 @@
 """Which documents are held out, that none is lost or split on the way, and their columns."""
 
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from gridformer.data import TokenFolder, Tokenizer
 from gridformer.data.indexed import Indexed
 from gridformer.data.prepare.split_file import Document, SplitWriter, split_of
-from gridformer.data.prepare.writer import write_documents
+from gridformer.data.prepare.writer import FolderSpec, Source, prepare_documents
 from gridformer.data.tokenfolder import SPLITS, Kind, SplitName
 from gridformer.data.tokensplit import LABEL_COLUMN, LABELS, Column
 from gridformer.utils.errors import DataError
@@ -249,9 +251,10 @@ def numbered(number: int, split: SplitName) -> Document:
 
 
 def write_given(out: Path, documents: list[Document]) -> TokenFolder:
-    return write_documents(
-        documents, out, tokenizer=TOKENIZER, kind="text", name="mine", columns=COLUMNS
-    )
+    tokens: Any = lambda _: lambda items: ([*items], Counter())  # noqa: E731
+    spec: FolderSpec[Document] = FolderSpec("text", tokens, lambda d: len(d.ids), columns=COLUMNS)
+    source = Source("mine", lambda skipped, cursor: iter(documents))
+    return prepare_documents([source], out, spec, TOKENIZER, resumable=False)
 
 
 def test_columns_and_given_splits(tmp_path: Path) -> None:

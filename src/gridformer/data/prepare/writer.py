@@ -96,37 +96,6 @@ class FolderSpec(Generic[Item]):
     nothing: str = "there is nothing to prepare"  # the error if there are no documents
 
 
-def write_documents(
-    documents: Iterable[Document],
-    out: Path | str,
-    *,
-    tokenizer: Tokenizer,
-    kind: Kind,
-    name: str,
-    columns: Mapping[str, Column] | None = None,
-    overwrite: bool = False,
-) -> TokenFolder:
-    """Writes documents that are tokenized already to a token folder, in order, and opens it.
-
-    Args:
-        documents: The documents. They may be read lazily; memory holds a few thousand at a time.
-        columns: The columns. Folders whose documents have labels need the column
-            `gridformer.data.tokensplit.LABELS` too, unless their kind is labeled.
-
-    Raises:
-        UserError: `out` cannot be used.
-        DataError: There are no documents, or none for a split, or values do not fit their columns.
-    """
-    spec: FolderSpec[Document] = FolderSpec(
-        kind,
-        lambda tokenizer: lambda items: ([*items], Counter()),
-        lambda document: len(document.ids),
-        columns=columns or {},
-    )
-    source = Source(name, lambda skipped, cursor: iter(documents))
-    return prepare_documents([source], out, spec, tokenizer, overwrite=overwrite, resumable=False)
-
-
 def prepare_documents(
     sources: Sequence[Source[Item]],
     out: Path | str,
