@@ -40,9 +40,8 @@ def cut_over_replicas(parameter: nn.Parameter, axes: Axes, mode: Mode) -> None:
     info = info_of(parameter)
     shard = info.shard
     axis = axes.sharding(shard.replicas) if shard.replicas else Axis("none")
-    if mode == "replicate" or axis.size == 1 or (mode == "zero1" and not shard.owned):
-        return
-    if not parameter.requires_grad:  # no gradient tells when it has been read for the last time
+    frozen = not parameter.requires_grad  # no gradient tells when it is read for the last time
+    if frozen or mode == "replicate" or axis.size == 1 or (mode == "zero1" and not shard.owned):
         return
     rows, _ = _shape_in_rows(parameter, axis.size)
     each = -(-rows // axis.size)

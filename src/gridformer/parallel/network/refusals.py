@@ -38,6 +38,7 @@ from gridformer.utils.errors import ConfigError, UserError
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # What layers read whole, by the ends of its names, beside a part of tokens (s) or of features (h).
 _READ_WHOLE = {"token_mask": ("s",), "block_states": ("s", "h")}
+_WHOLE = "use parallelize() with pp=1 and rows_over=batch"
 
 
 def runs_as_a_family(layout: LayoutConfig) -> bool:
@@ -83,6 +84,10 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     if run.model.factory:
         yield from _factory_problems(run)
     of_tokens = run.model.factory and not hasattr(module, "get_input_embeddings")
+    kinds = [kind.__name__ for kind in type(module).__mro__]
+    if not of_tokens and not any(n.endswith(("ForCausalLM", "LMHeadModel")) for n in kinds):
+        yield f"{kinds[0]}: it is no language model: {_WHOLE}"
+        return
     # What is known of a function then is known while a step is recorded.
     problem = factory.chain_of(run.model.factory).problem if of_tokens else ""
     if pp > 1 and problem:
@@ -91,18 +96,17 @@ def run_problems(run: RunConfig) -> Iterator[str]:
         yield f"layout.pp={pp}: transformers has no plan for {type(module).__name__}: use pp=1"
     one_stage = run.layout.model_copy(update={"pp": 1, "stages_per_rank": 1})
     config, table = getattr(module, "config", None), getattr(module, "get_input_embeddings", None)
-    remedy = "use parallelize() with pp=1"
     words = {getattr(config, f"vocab_size{key}", 0) for key in ("", "_per_layer_input")}
     for name, part in module.named_modules():
         parts.known_norm(part)  # which are then known to records of a step
         again = table and isinstance(part, nn.Embedding) and part is not table()
         if again and part.num_embeddings in words:
-            yield f"{name} looks up tokens, and layers get embeddings alone: {remedy}"
+            yield f"{name} looks up tokens, and layers get embeddings alone: {_WHOLE}"
     layers = module.get_submodule(factory.path_of_layers(module)).children()
     read = {name for layer in layers for name in inspect.signature(layer.forward).parameters}
     for name in sorted(read):
         if "input_ids" in name:
-            yield f"layers read {name}, and get embeddings alone: {remedy}"
+            yield f"layers read {name}, and get embeddings alone: {_WHOLE}"
         elif pp > 1 and name.startswith(("prev_", "block_states")):
             yield f"layout.pp={pp}: layers read {name} of others, not hidden states alone: use pp=1"
     roles = roles_of(module, run.model.plan or None)
