@@ -204,8 +204,8 @@ def _rotating(forward: Any) -> Any:
         return None
     from transformers.models.llama import modeling_llama as llama
 
-    known = forward.__globals__
-    if any(_code_of(known.get(n)) != _code_of(vars(llama)[n]) for n in (rotation, "rotate_half")):
+    known, theirs = forward.__globals__, vars(llama)
+    if any(_code_of(known.get(n)) != _code_of(theirs.get(n)) for n in (rotation, "rotate_half")):
         return None
     known[_ROTATED] = _rotated  # a name beside theirs, whose values stay
     code = code.replace(co_names=tuple({rotation: _ROTATED}.get(n, n) for n in code.co_names))
