@@ -38,10 +38,10 @@ class Attention(nn.Module):
     def __init__(self, h: int, heads: int) -> None:
         super().__init__()
         self.heads, self.d = heads, h // heads
+        self.out = nn.Linear(h, h)  # as in Phi-3, before what runs before it
         self.q, self.k, self.v = (nn.Linear(h, h) for _ in range(3))
         self.norm = nn.LayerNorm(self.d)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, heads))  # one number for each head
-        self.out = nn.Linear(h, h)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (

@@ -148,7 +148,7 @@ class Sharding:
                     key += name if alone else "", getattr(plain, "bias", None) is None
                 boundary = self.boundary if inside else self.whole
                 section = parts.Openings(None if holder in holders else boundary, self.axes)
-                section = sections.setdefault(key, section)
+                section = sections.setdefault(key, section) if opens else section
                 made[plain] = self._parallel(plain, role, inside, whole_here, section)
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, made[plain])
