@@ -199,8 +199,8 @@ def rotate_in(network: nn.Module) -> None:
 def _rotating(forward: Any) -> Any:
     """Returns a function that calls `_rotated` in place of the rotation, if it is Llama's."""
     code: Any = getattr(forward, "__code__", None)
-    rotation = "apply_rotary_pos_emb"
-    if not forward.__module__.startswith("transformers.") or rotation not in code.co_names:
+    rotation, place = "apply_rotary_pos_emb", str(getattr(forward, "__module__", ""))
+    if not place.startswith("transformers.") or rotation not in getattr(code, "co_names", ()):
         return None
     from transformers.models.llama import modeling_llama as llama
 
