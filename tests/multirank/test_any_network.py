@@ -502,6 +502,15 @@ def test_networks_without_stages(make: Callable[[], Made], layout: Any, said: st
         gridformer.parallelize(module, layout, plan)
 
 
+def test_a_batch_needs_tokens() -> None:
+    module, _, plan = decoder()
+    net = gridformer.parallelize(module, {"micro_batches": 3}, plan)
+    with pytest.raises(ValueError, match="a batch has words, and no tokens"):
+        net.train_batch({"words": torch.zeros(8, 4).long()}, own_model.loss_of)
+    with pytest.raises(ValueError, match="8 samples here do not divide into 3 micro-batches"):
+        net.train_batch(own_model.batch_of(0), own_model.loss_of)
+
+
 def test_heads_of_keys_must_divide() -> None:
     module, _, _ = llama()
     with pytest.raises(ConfigError, match=r"k_proj: its 2 heads of width 8 do not divide by .*=4"):

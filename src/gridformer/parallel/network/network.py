@@ -184,14 +184,14 @@ class Network:
             The mean loss of the batch.
 
         Raises:
-            ValueError: B, or s where rows divide it, does not divide.
+            ValueError: There are no tokens, or B, or s where rows divide it, does not divide.
         """
+        if "tokens" not in batch:
+            raise ValueError(f"a batch has {', '.join(batch)}, and no tokens [B, s]")
         m, here = self.layout.micro_batches, self.local(batch)
         size, rest = divmod(len(here["tokens"]), m)
         if rest:
-            raise ValueError(
-                f"{size * m + rest} samples of a process do not divide into {m} micro-batches"
-            )
+            raise ValueError(f"{size * m + rest} samples here do not divide into {m} micro-batches")
         rows = [slice(i * size, (i + 1) * size) for i in range(m)]
         work = [{key: x[row] for key, x in here.items()} for row in rows]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
