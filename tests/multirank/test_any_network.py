@@ -237,9 +237,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 OF_TOKENS: dict[str, dict[str, Any]] = {
     "stages": {"scheme": "optimus", "rows": 2, "pp": 2, "micro_batches": 2},
-    "stages, fsdp": {"pp": 2, "stages_per_rank": 2, "micro_batches": 2, "dp": 2, "dp_mode": "fsdp"},
-    "rows over s": {"scheme": "optimus", "rows": 2, "cols": 2, "rows_over": "sequence"},
-    "rows over s, stages": {"scheme": "megatron_2d", "rows": 2, "pp": 2, "rows_over": "sequence"},
+    "stages_fsdp": {"pp": 2, "stages_per_rank": 2, "micro_batches": 2, "dp": 2, "dp_mode": "fsdp"},
+    "rows": {"scheme": "optimus", "rows": 2, "cols": 2, "rows_over": "sequence"},
+    "rows_stages": {"scheme": "megatron_2d", "rows": 2, "pp": 2, "rows_over": "sequence"},
 }
 NETWORKS = {
     made.__name__: made
@@ -282,7 +282,7 @@ def test_equals_one_process(pool: WorkerPool, name: str, layout: str) -> None:
     assert proof.worst["relative"] < 1e-10
 
 
-@pytest.mark.parametrize("layout", ["stages, fsdp", "rows over s, stages"])
+@pytest.mark.parametrize("layout", ["stages_fsdp", "rows_stages"])
 def test_equals_one_process_over_nccl(pool: WorkerPool, layout: str) -> None:
     n = LayoutConfig(**OF_TOKENS[layout]).n_processes
     proof = pool.run(n, on_nccl, measured, "decoder", OF_TOKENS[layout])[0]
