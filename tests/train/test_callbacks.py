@@ -221,7 +221,7 @@ def test_health(
     assert why in found.why
 
 
-@pytest.mark.parametrize("text", ["", "[]", "7", '{"state": "done"}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "[]", "7", '{"state": 1, "step": Infinity}', "[" * 100_000])
 def test_damaged_heartbeats(text: str, tmp_path: Path) -> None:
     (tmp_path / HEARTBEAT).write_text(text)
     assert not health_of(tmp_path).ok

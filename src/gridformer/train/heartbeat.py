@@ -92,7 +92,7 @@ def health_of(run_dir: Path, max_age_s: float | None = None, now: float | None =
         pid, host = int(told["pid"]), told["host"]
     except UnreadableError as error:
         return Health(False, f"{run_dir}: no heartbeat can be read: {error.reason}")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, OverflowError, TypeError, KeyError, AttributeError, RecursionError):
         return Health(False, f"{run_dir / HEARTBEAT} is damaged")
     if state not in get_args(State):
         return Health(False, f"{run_dir / HEARTBEAT} is damaged")
