@@ -63,6 +63,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "GPT-2, fine-tuned": {"family": "gpt2", **FINE_TUNED},
     "Llama, fine-tuned": {"family": "llama", "n_kv_heads": 3, "tied_head": False, **FINE_TUNED},
     "T5, fine-tuned": {**T5, **FINE_TUNED},
+    # 5 experts do not divide over 2 devices; the balance is a loss, or moves biases.
+    "Experts": {
+        **{"family": "llama", "n_kv_heads": 3, "n_experts": 5, "experts_per_token": 3},
+        **{"expert_size": 24, "balance_loss": 0.1, "z_loss": 0.01, "tied_head": False},
+    },
+    "DeepSeek experts": {
+        **{"family": "llama", "qk_norm": True, "n_experts": 6, "experts_per_token": 2},
+        **{"expert_size": 24, "shared_size": 48, "dense_layers": 1, "router": "sigmoid"},
+        **{"router_bias": True, "balance_rate": 0.01, "routed_scale": 2.5},
+    },
 }
 PIPELINES = (1, 2, 4)
 REPLICAS = ("none", "replicate", "zero1", "fsdp")
@@ -165,6 +175,8 @@ def trained(stepper: Stepper, reads: Sequence[ReadRows]) -> Tensors:
     for step, read in enumerate(reads):
         done = stepper(step, read)
         of_step = {"loss": done.loss, "norm": done.grad_norm, "tokens": done.tokens}
+        if done.experts:
+            found[f"experts of step {step}"] = torch.tensor(done.experts, dtype=torch.float64)
         numbers |= {f"{kind} of step {step}": value for kind, value in of_step.items()}
     numbers["evaluated loss"] = stepper.evaluate(reads[::2]).loss
     found |= {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}

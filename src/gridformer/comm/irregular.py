@@ -43,6 +43,23 @@ def all_to_all(
     ]
 
 
+def all_to_all_rows(
+    x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis, label: str = ""
+) -> Tensor:
+    """Sends `sends[i]` rows of x [n, ..], in order, to the rank with index i.
+
+    Returns the rows received, `receives[i]` from each rank, in order of the ranks.
+    """
+    x, here = x.contiguous(), axis.index
+    out = x.new_empty(sum(receives), *x.shape[1:])
+    width = x.shape[1:].numel()
+    most = max(sum(sends) - sends[here], sum(receives) - receives[here])
+    timing = note("all_to_all", axis, most * width, x, label, equal=False)
+    dist.all_to_all_single(out, x, [*receives], [*sends], group=axis.group)
+    _ended(timing)
+    return out
+
+
 def scatter(
     pieces: Sequence[Tensor] | None, out: Tensor, axis: Axis, root: int, label: str = ""
 ) -> Tensor:

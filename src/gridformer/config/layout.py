@@ -150,6 +150,12 @@ class LayoutConfig(Config):
     order: Literal["topology", "contiguous"] = "topology"
     """For subgraph, neighboring ranks belong to the same segmented collective (topology) or to the
     same sub-grid (contiguous)."""
+    experts_over: tuple[Literal["rows", "cols", "branches", "dp"], ...] = ()
+    """For models with experts, devices along these axes have different experts, to which tokens
+    travel. Along its other axes, the scheme shards the matrices of every expert."""
+    experts_dp: int = Field(default=0, ge=0, le=MOST_PROCESSES)
+    """With dp in experts_over, each group of this number of neighboring replicas shares the
+    experts, and the groups have the same ones. 0 means that all replicas are one group."""
     devices_per_node: int = Field(default=0, ge=0, le=MOST_PROCESSES)
     """Each node has this number of devices, and blocks of the grid are placed on nodes. 0 means
     that ranks are placed in order, row by row."""

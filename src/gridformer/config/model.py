@@ -31,12 +31,18 @@ _ONLY_IN: dict[str, tuple[Family, ...]] = {
     "rope_scaling": ("llama",),
     "qkv_bias": ("llama",),
     "qk_norm": ("llama",),
+    "qk_norm_over": ("llama",),
     "window": ("llama",),
+    "n_experts": ("llama",),
     "tied_head": ("llama", "network"),
     "folder": ("network",),
     "factory": ("network",),
     "plan": ("network",),
 }
+_OF_EXPERTS = (
+    *("experts_per_token", "expert_size", "shared_size", "dense_layers", "router", "router_bias"),
+    *("normalized_gates", "routed_scale", "balance_loss", "z_loss", "balance_rate"),
+)
 _LENGTH = "original_max_position_embeddings"
 _LLAMA3 = ("low_freq_factor", "high_freq_factor")
 _YARN = ("attention_factor", "beta_fast", "beta_slow", "truncate")
@@ -198,9 +204,45 @@ class ModelConfig(Config):
     """For llama, true adds biases to queries, keys and values (Qwen2)."""
     qk_norm: bool = False
     """For llama, true normalizes each head's queries and keys (Qwen3)."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """With qk_norm, queries and keys are normalized head by head, or over all heads together
+    (OLMoE)."""
     window: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """For llama, a token attends to this number of tokens at most, itself included (Mistral's
     sliding window); 0 means all tokens before it."""
+    n_experts: int = Field(default=0, ge=0, le=WIDEST)
+    """For llama, the feed-forward of a layer has this number of routed experts (E), of which each
+    token passes `experts_per_token`; 0 means an ordinary feed-forward."""
+    experts_per_token: int = Field(default=0, ge=0, le=WIDEST)
+    """With experts, each token passes this number of them (k)."""
+    expert_size: int = Field(default=0, ge=0, le=WIDEST)
+    """With experts, each of them has this inner width; 0 means ffn_size."""
+    shared_size: int = Field(default=0, ge=0, le=WIDEST)
+    """With experts, all tokens also pass a feed-forward of this inner width, the shared experts
+    (DeepSeek); 0 means none."""
+    dense_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
+    """With experts, this number of layers, the first ones, have an ordinary feed-forward."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """With experts, the scores of a token are the softmax of the router's logits, or the sigmoid of
+    each of them (DeepSeek-V3)."""
+    router_bias: bool = False
+    """With experts, true chooses them by their scores plus a bias (DeepSeek-V3), which after every
+    step rises by `balance_rate` for experts with fewer tokens than the average, and falls for those
+    with more. It changes no weight of a result."""
+    balance_rate: float = Field(default=1e-3, ge=0.0)
+    """With router_bias, it changes by this much in each step; 0 never changes it."""
+    normalized_gates: bool = True
+    """With experts, the weights of the experts of a token are divided by their sum."""
+    routed_scale: float = Field(default=1.0, gt=0.0)
+    """With experts, these weights are multiplied by this number."""
+    balance_loss: float = Field(default=0.0, ge=0.0)
+    """With experts, this times E times the sum over experts of (their share of tokens x their mean
+    probability) is minimized too (Fedus et al. 2021), for the tokens of the global batch in all
+    layers. With several micro-batches or stages, a step then begins with a forward pass that counts
+    tokens."""
+    z_loss: float = Field(default=0.0, ge=0.0)
+    """With experts, this times the mean square of the logarithm of the router's sums of
+    exponentials is minimized, too (Zoph et al. 2022)."""
     tied_head: bool = True
     """For llama, true uses the table of the embedding as the weight of the head, and false gives
     the head a weight of its own. Other families are always tied."""
@@ -234,6 +276,8 @@ class ModelConfig(Config):
             filled["ffn_size"] = 4 * hidden
         if values.get("norm_position", "auto") == "auto":
             filled["norm_position"] = "post" if family in ("bert", "transformer") else "pre"
+        if values.get("n_experts") and not values.get("expert_size"):
+            filled["expert_size"] = filled.get("ffn_size", 0)
         if not values.get("n_decoder_layers") and family in ENCODER_DECODER:
             filled["n_decoder_layers"] = values.get("n_layers", 0)
         return filled
@@ -248,6 +292,7 @@ class ModelConfig(Config):
                 )
         if self.family == "network":
             yield from self._folder_problems()
+        yield from self._expert_problems()
         if self.norm_position == "post" and self.family in ("gpt2", "t5", "llama"):
             yield (f"norm_position=post: {self.family} normalizes inputs; use pre")
         if self.family == "t5" and self.token_head and (self.n_labels or self.span_head):
@@ -279,6 +324,28 @@ class ModelConfig(Config):
             yield (
                 f"rotary positions rotate pairs of features, and a head has {self.head_width}: use "
                 f"head_dim={self.head_width + 1}"
+            )
+
+    def _expert_problems(self) -> Iterator[str]:
+        k, n = self.experts_per_token, self.n_experts
+        for key in _OF_EXPERTS if not n else ():
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default:
+                yield f"{key}={value} belongs to models with n_experts: leave it out"
+        if n and not 1 <= k <= n:
+            yield (
+                f"experts_per_token={k}: a token passes at least 1 of n_experts={n}, and at most "
+                f"all of them: use experts_per_token={min(max(k, 1), n)}"
+            )
+        if n and self.dense_layers >= self.n_layers:
+            yield (
+                f"dense_layers={self.dense_layers} leaves none of n_layers={self.n_layers} with "
+                f"experts: use dense_layers={self.n_layers - 1} or less"
+            )
+        if self.balance_loss and self.router == "sigmoid" and self.router_bias:
+            yield (
+                f"balance_loss={self.balance_loss} and router_bias=true both balance experts: "
+                "leave one of them out"
             )
 
     def _folder_problems(self) -> Iterator[str]:

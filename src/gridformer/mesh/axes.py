@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -157,6 +157,26 @@ class Axes:
         across = _axis_of(f"{name}_replicate", alike, here)
         block = _axis_of(f"{name}_shard", blocks, here)
         self.further.update({across.name: across, block.name: replace(block, across=across)})
+
+    def fold(self, name: str, over: Collection[str], n_dp: int) -> None:
+        """Creates one axis of several, with blocks of `n_dp` neighbors of dp if it is one of them.
+
+        The axis across these blocks is `{name}_replicate`. All processes must call this in the same
+        order.
+        """
+        import torch
+
+        copies = f"{name}_replicate"
+        self.further.update({name: Axis(name), copies: Axis(copies)})
+        if self.places is None:
+            return
+        ranks = torch.tensor(self.places.ranks).view(self.places.shape)
+        at = self.places.names.index("dp")
+        ranks, names = ranks.unflatten(at, (-1, n_dp)), [*self.places.names]
+        names.insert(at, copies)
+        for one, axes in ((name, [n for n in names if n in over]), (copies, [copies])):
+            if axes:
+                self.further[one] = _axis_of(one, _lines(ranks, names, axes), self.world.index)
 
     def sharding(self, name: str) -> Axis:
         """Returns the axis over which parameters with replicas along an axis are sharded."""

@@ -140,9 +140,12 @@ class Llama(DecoderOnly):
         h, v, std = config.hidden_size, config.vocab_size, config.init_std
         self.window = config.window
         self.rotary = RotaryPositions(config.head_width, config.rope_theta, config.rope_scaling)
-        self.layers = build_layers(
-            "layers", config.n_layers, lambda site: GatedLayer(config, self.dropout_rng, site)
-        )
+
+        def layer(site: str) -> GatedLayer:
+            dense = int(site.rpartition(".")[2]) < config.dense_layers
+            return GatedLayer(config, self.dropout_rng, site, None if dense else self.balance)
+
+        self.layers = build_layers("layers", config.n_layers, layer)
         self.norm = RMSNorm(h, config.norm_eps, "head" if config.only_token_head else None)
         tied = config.tied_head or not config.token_head  # which has no weights of its own
         self.head = TiedHead() if tied else UntiedHead(v, h, std)

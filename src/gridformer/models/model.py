@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gridformer.config import ModelConfig
 from gridformer.models.blocks import (
     AttentionHeads,
+    Balance,
     Classifier,
     CrossEntropy,
     DropoutRng,
@@ -128,6 +129,7 @@ class Model(nn.Module):
         recompute: Which activations of layers are kept for the backward pass.
         fused: Whether GPUs use `gridformer.models.kernels`; `uses_kernels` sets it.
         sequence: Which tokens of the sequences of a batch the model gets; `reads_tokens` sets it.
+        balance: What all mixtures of experts share; None for a model without them.
 
     Raises:
         ValueError: `config.vocab_size` is not known yet.
@@ -154,6 +156,7 @@ class Model(nn.Module):
         self.recompute = Recompute()
         self.fused = True
         self.sequence = SequenceRows()
+        self.balance = Balance(config) if config.n_experts else None
 
     # ------------------------------------------------------------------ implemented by a family
 

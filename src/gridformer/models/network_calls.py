@@ -20,8 +20,8 @@ from gridformer.config import ModelConfig
 from gridformer.config.factory import logits_of
 from gridformer.models.blocks.attention import AttentionHeads
 from gridformer.models.blocks.dropout import DropoutRng
+from gridformer.models.blocks.experts import expert_product
 from gridformer.models.blocks.scores import ScoreBias, Window, added_to_scores
-from gridformer.models.kernels.grouped import grouped_product
 from gridformer.utils.tensors import TensorAttribute
 
 NAME = "gridformer"  # in the tables of transformers
@@ -248,7 +248,7 @@ def _grouped(experts: Any, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) ->
 
     def product(x: Tensor, name: str) -> Tensor:
         w = getattr(experts, name)
-        y = grouped_product(x, w if experts.is_transposed else w.transpose(1, 2), ends)
+        y = expert_product(x, w if experts.is_transposed else w.transpose(1, 2), ends)
         n_parts = getattr(experts, "alternating", {}).get(name, 1)
         return y.unflatten(-1, (-1, n_parts)).transpose(-1, -2).flatten(-2) if n_parts > 1 else y
 

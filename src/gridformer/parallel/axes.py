@@ -10,7 +10,7 @@ from gridformer.mesh import Axes
 from gridformer.mesh.node_placement import NodeBlock
 from gridformer.parallel.auto.products import blocks_of
 from gridformer.parallel.registry import spec_of
-from gridformer.parallel.scheme import MESH_AXIS
+from gridformer.parallel.scheme import MESH_AXIS, expert_axes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,9 @@ def build_axes(layout: LayoutConfig, device_type: str, block: NodeBlock | None =
         axes = replace(axes, sequence=axes.row)
     if boundary.h_over:
         same.append(boundary.h_over)
+    if layout.experts_over:
+        over = expert_axes(layout)
+        axes.fold("experts", over, (layout.experts_dp or layout.dp) if "dp" in over else 1)
     if same:
         axes = replace(axes, same_batch=axes[same[0] if len(same) == 1 else "grid"])
     for name in ("dp", "dp_branch")[: 1 + (spec.replicas(layout) > layout.dp)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -67,6 +68,10 @@ def parallelize(
     else:
         split_heads(model.config, layout, axes)
         table = spec_of(layout).table(model, axes, choices, layout)
+        if model.balance is not None and layout.n_processes > 1:
+            role = {"mixture": spec_of(layout).mixture(axes, layout)}
+            table = table or ModuleTable({})
+            table = replace(table, roles={**role, **table.roles})
         if table is not None:
             apply_table(model, table, axes)
     if axes.sequence.size > 1:
@@ -142,6 +147,7 @@ _ROLES: dict[type[nn.Module], str] = {
     blocks.AttendingRows: "attending_rows",
     blocks.FeedForward: "feed_forward",
     blocks.GatedFeedForward: "feed_forward",
+    blocks.MixtureOfExperts: "mixture",
     blocks.PooledDropout: "pooled_dropout",  # before its base class
     blocks.Dropout: "dropout",
     blocks.TiedHead: "tied_head",
@@ -233,9 +239,16 @@ def initialize(
 
 
 def _fill(part: Tensor, init: Init, key: int, offset: tuple[int, ...]) -> None:
-    """Fills the block of a vector or matrix that begins at the global index `offset`."""
+    """Fills the block that begins at the global index `offset`.
+
+    It belongs to a vector, a matrix, or matrices of experts, each of which has a key of its own.
+    """
     if init.std == 0.0 or part.numel() == 0:
         part.fill_(init.mean)
+        return
+    if part.dim() == 3:
+        for expert, matrix in enumerate(part, offset[0]):
+            _fill(matrix, init, rng.key(key, str(expert)), offset[1:])
         return
     rows = part if part.dim() == 2 else part.unsqueeze(0)
     first_row, first_col = offset if part.dim() == 2 else (0, offset[0])

@@ -24,6 +24,7 @@ from gridformer.parallel.scheme import (
     Cuts,
     ModuleTable,
     SchemeSpec,
+    feed_forward_cuts,
     has_pooler,
     sequence_cuts,
 )
@@ -49,7 +50,7 @@ class Megatron(SchemeSpec):
 
     def cuts(self, run: RunConfig) -> Cuts:
         model = run.model
-        cut = {"model.n_heads": model.n_heads, "model.ffn_size": model.ffn_size}
+        cut = {"model.n_heads": model.n_heads, **feed_forward_cuts(model)}
         if run.layout.sequence_parallel:
             cut |= sequence_cuts(run)
         if has_pooler(model):

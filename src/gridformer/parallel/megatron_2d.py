@@ -35,6 +35,7 @@ from gridformer.parallel.scheme import (
     LayoutAxis,
     ModuleTable,
     SchemeSpec,
+    feed_forward_cuts,
     has_pooler,
     sequence_cuts,
 )
@@ -64,7 +65,7 @@ class Megatron2D(SchemeSpec):
     def cuts(self, run: RunConfig) -> Cuts:
         model = run.model
         hidden = {"model.hidden_size": model.hidden_size}
-        cols = {"model.n_heads": model.n_heads, "model.ffn_size": model.ffn_size}
+        cols = {"model.n_heads": model.n_heads, **feed_forward_cuts(model)}
         cols |= sequence_cuts(run)
         return {"rows": hidden, "cols": cols | (hidden if has_pooler(model) else {})}
 

@@ -26,6 +26,7 @@ from gridformer.parallel.scheme import (
     LayoutAxis,
     ModuleTable,
     SchemeSpec,
+    feed_forward_cuts,
     sequence_cuts,
 )
 
@@ -74,10 +75,10 @@ class Optimus(SchemeSpec):
     def cuts(self, run: RunConfig) -> Cuts:
         model = run.model
         if run.layout.stationary == "weight":
-            grid = {"model.n_heads": model.n_heads, "model.ffn_size": model.ffn_size}
+            grid = {"model.n_heads": model.n_heads, **feed_forward_cuts(model)}
             cols = sequence_cuts(run) if run.layout.sequence_parallel else {}
             return {"rows": {"model.hidden_size": model.hidden_size}, "cols": cols, "grid": grid}
-        both = {"model.ffn_size": model.ffn_size, "model.hidden_size": model.hidden_size}
+        both = {**feed_forward_cuts(model), "model.hidden_size": model.hidden_size}
         heads = {HEADS_WIDTH: model.n_heads * model.head_width} if model.head_dim else {}
         return {"rows": both | heads, "cols": {"model.n_heads": model.n_heads} | both}
 

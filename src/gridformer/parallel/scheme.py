@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 
 LayoutAxis = Literal["rows", "cols", "branches"]  # keys of a layout
 MESH_AXIS: dict[LayoutAxis, str] = {"rows": "row", "cols": "col", "branches": "branch"}
+
+
+def expert_axes(layout: LayoutConfig) -> set[str]:
+    """Returns the names of the mesh axes of `layout.experts_over`."""
+    return {"dp" if key == "dp" else MESH_AXIS[key] for key in layout.experts_over}
+
+
 Cuts = dict[LayoutAxis | Literal["grid"], dict[str, int]]  # grid: rows and cols together
 
 HEADS_WIDTH = "model.n_heads x model.head_dim"  # width of all heads together
@@ -210,6 +217,14 @@ class SchemeSpec:
         """Returns the replacements of a plain model's modules; None if all of them stay."""
         return None
 
+    def mixture(self, axes: Axes, layout: LayoutConfig) -> Callable[[Any], nn.Module | None]:
+        """Returns what becomes of a mixture of experts, if the table does not say it."""
+        from gridformer.parallel.sharding import ParamPlacement
+        from gridformer.parallel.tensor.experts import mixture_role
+
+        router = ParamPlacement((None, None), copies="grid", partial=True)
+        return mixture_role(axes, layout, self.boundary(layout), router)
+
 
 def over_replicas(layout: LayoutConfig, n: int, sent: float, summed: float) -> float:
     """Returns the elements received from n replicas, with ring collectives.
@@ -239,6 +254,12 @@ class Single(SchemeSpec):
 def has_pooler(model: ModelConfig) -> bool:
     """Whether a model has an output branch with a pooler that reads one token per sequence."""
     return model.pooled_labels or (model.family == "bert" and model.sentence_pair)
+
+
+def feed_forward_cuts(model: ModelConfig) -> dict[str, int]:
+    """Returns the inner widths of the feed-forwards that all tokens pass."""
+    cut = {"model.ffn_size": model.ffn_size} if model.dense_layers or not model.n_experts else {}
+    return cut | ({"model.shared_size": model.shared_size} if model.shared_size else {})
 
 
 def sequence_cuts(run: RunConfig) -> dict[str, int]:

@@ -13,7 +13,7 @@ them. In D&SP-cSub tensors between sections are on the meta device on the other 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from gridformer.parallel.scheme import (
     LayoutAxis,
     ModuleTable,
     SchemeSpec,
+    feed_forward_cuts,
     over_replicas,
 )
 
@@ -59,7 +60,7 @@ class Branched(SchemeSpec):
     def cuts(self, run: RunConfig) -> Cuts:
         cut = {"model.n_heads": run.model.n_heads}
         if run.layout.feed_forward == "branched":
-            cut |= {"model.ffn_size": run.model.ffn_size}
+            cut |= feed_forward_cuts(run.model)
         return {"branches": cut}
 
     def gathers(self, layout: LayoutConfig) -> tuple[str, ...]:
@@ -152,6 +153,22 @@ class Branched(SchemeSpec):
             inputs = work.micro_batches * choices.inputs_again() * work.itemsize
             return max(products + every / g, (every / g + inputs) * (g - 1))
         return products + every / g * (g - 1) / g
+
+    def mixture(self, axes: Axes, layout: LayoutConfig) -> Callable[[Any], nn.Module | None]:
+        from torch import nn
+
+        from gridformer.parallel.sharding import ParamPlacement
+        from gridformer.parallel.tensor.experts import mixture_role
+
+        first = layout.common == "first"
+        common = layout.feed_forward == "common" and "branches" not in layout.experts_over
+        if common and first and axes.branch.index > 0:
+            return lambda plain: nn.Identity()
+        router = ParamPlacement((None, None), replicas="dp_branch")
+        if first:
+            copies = None if common else "branch"
+            router = ParamPlacement((None, None), copies=copies, partial=True)
+        return mixture_role(axes, layout, self.boundary(layout), router, common)
 
     def table(
         self, model: Model, axes: Axes, choices: Choices, layout: LayoutConfig

@@ -12,7 +12,7 @@ from gridformer.cluster.file import cluster_names, cluster_path, load_cluster
 from gridformer.config import LayoutConfig, RunConfig, any_of, divisors
 from gridformer.parallel.fixes import Changes, Fix, Refusal, Violation, with_fixes
 from gridformer.parallel.registry import spec_of, specs
-from gridformer.parallel.scheme import HEADS_WIDTH, LayoutAxis, sequence_cuts
+from gridformer.parallel.scheme import HEADS_WIDTH, MESH_AXIS, LayoutAxis, sequence_cuts
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.units import format_value
 
@@ -172,6 +172,55 @@ def _replicas(run: RunConfig) -> Iterator[Violation]:
     if layout.shard_over:
         replicate |= {"layout.shard_over": 0}
     yield Violation("dp_mode", text, [Fix(lambda: [replicate])])
+
+
+def _experts(run: RunConfig) -> Iterator[Violation]:
+    """Experts lie over axes that there are, and the others shard their inner width."""
+    layout, model, spec = run.layout, run.model, spec_of(run.layout)
+    over, n = layout.experts_over, layout.experts_dp
+    none = _one("layout.experts_over", [[]])
+    if over and not model.n_experts:
+        text = f"layout.experts_over={format_value(over)}: the model has no experts"
+        yield Violation("no experts", text, [none])
+    elif strange := [key for key in over if key not in (*spec.axes, "dp")]:
+        text = f"layout.experts_over={format_value(over)}: scheme={spec.name} has no {strange[0]}"
+        yield Violation("experts axes", text, [_one("layout.experts_over", [[*spec.axes, "dp"]])])
+    if n and ("dp" not in over or layout.dp % n):
+        text = f"layout.experts_dp={n} does not divide layout.dp={layout.dp} into equal groups"
+        if "dp" not in over:
+            text = f"layout.experts_dp={n} needs dp in layout.experts_over"
+        nearest = sorted(divisors(layout.dp), key=lambda d: abs(d - n)) if "dp" in over else [0]
+        yield Violation("experts_dp", text, [_one("layout.experts_dp", nearest, 2)])
+    if layout.shard_over and "dp" in over:
+        text = f"layout.shard_over={layout.shard_over} and dp in layout.experts_over"
+        yield Violation(
+            "experts shard_over",
+            f"{text} both divide the replicas into groups",
+            [_one("layout.shard_over", [0]), none],
+        )
+    if not model.n_experts:
+        return
+    boundary = spec.boundary(layout)
+    mesh = boundary.h_over or boundary.axis
+    key = next((key for key in spec.axes if MESH_AXIS[key] == mesh), None)
+    if key is None or key in over:
+        return
+    if layout.feed_forward == "common" and key == "branches":
+        if "dp" in over:
+            text = "layout.experts_over=dp needs layout.feed_forward=branched, or branches as well"
+            fixes = [_one("layout.feed_forward", ["branched"]), none]
+            yield Violation("experts common", text, fixes)
+        return
+    if model.expert_size % getattr(layout, key):
+        text = (
+            f"model.expert_size={model.expert_size} does not divide over layout.{key}="
+            f"{getattr(layout, key)}"
+        )
+        fixes = [
+            _one("layout.experts_over", [[*over, key]]),
+            _one("model.expert_size", _multiples_near(model.expert_size, getattr(layout, key)), 2),
+        ]
+        yield Violation("expert_size", text, fixes)
 
 
 def _nodes(run: RunConfig) -> Iterator[Violation]:
@@ -397,6 +446,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _divides,
     _batch,
     _sequence_parts,
+    _experts,
     _nodes,
     _racks,
     _cluster,

@@ -126,6 +126,7 @@ class WholeModel:
 
     Attributes:
         follows: The micro-batches of a step that run; None for all. A record of a step has few.
+        before_backward: Called between the passes of each micro-batch in training.
     """
 
     def __init__(self, model: Model, sums: GradientSums) -> None:
@@ -133,6 +134,7 @@ class WholeModel:
         self.on_action: OnAction | None = None
         self.stops_before: StopsBefore | None = None
         self.follows: Sequence[int] | None = None
+        self.before_backward: Callable[[], None] | None = None
         self.dropped = False
 
     def train(self, work: Sequence[MicroBatch], finish: Callable[[Tensor, Batch], Tensor]) -> None:
@@ -144,6 +146,8 @@ class WholeModel:
             self.model.dropout_rng.at(micro.rows)
             with self._timed("forward", number):
                 loss = finish(self.model.hidden(micro.batch), micro.batch)
+            if self.before_backward is not None:
+                self.before_backward()
             last = number == len(work) - 1
             with self._timed("backward", number), self.sums.backward(last):
                 loss.backward()
@@ -151,6 +155,7 @@ class WholeModel:
     def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:
         for number in self.follows or range(len(work)):
             batch = work[number].batch
+            self.model.dropout_rng.at(work[number].rows)
             with self._timed("forward", number):
                 finish(self.model.hidden(batch), batch)
 

@@ -6,8 +6,9 @@ A GPU gets the next step before the result of this one is read, so it never wait
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,6 +108,7 @@ class StepResult:
     # Whether a rank raised its flag before this step, because it was told to stop
     flagged: bool = False
     skipped: bool = False  # whether float16 gradients overflowed, so that nothing was updated
+    experts: Sequence[Any] = ()  # how many tokens each expert of each layer got
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,11 @@ class Copied:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def read(self) -> list[float]:
+    def read(self) -> list[Any]:
         """Waits until the numbers have come, and returns them."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        numbers: list[float] = self._numbers.tolist()
+        numbers: list[Any] = self._numbers.tolist()
         return numbers
 
 
@@ -163,10 +165,11 @@ class StartedStep:
         scale: float,
         losses: list[str],
         copied: Copied,
+        experts: Copied | None = None,
     ) -> None:
         self.step = step
         self._check, self._lr, self._scale = check, lr, scale
-        self._losses, self._copied = losses, copied
+        self._losses, self._copied, self._experts = losses, copied, experts
         self._result: StepResult | None = None
 
     @property
@@ -197,9 +200,9 @@ class StartedStep:
         }
         loss, norm = sum(parts.values()), math.sqrt(square) / self._scale
         updated = self._check(self.step, loss, norm)
-        self._result = StepResult(
-            loss, parts, norm, self._lr, tokens, flags > 0, skipped=not updated
-        )
+        self._result = StepResult(loss, parts, norm, self._lr, tokens, flags > 0, not updated)
+        if self._experts is not None:
+            self._result = replace(self._result, experts=self._experts.read())
         return self._result
 
 

@@ -18,6 +18,7 @@ from gridformer.parallel.data.buckets import by_layer
 from gridformer.parallel.data.copies import share_copies, share_parts
 from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
 from gridformer.parallel.pipeline import Executor, timed
+from gridformer.parallel.tensor.experts import move_biases
 from gridformer.parallel.tensor.summa import GatheredWeightsScope
 from gridformer.train.forward_backward import (
     Finish,
@@ -35,7 +36,7 @@ from gridformer.train.in_flight_steps import (
     StepResult,
 )
 from gridformer.train.optimizer import Updates, learning_rate
-from gridformer.utils.batch import Batch
+from gridformer.utils.batch import Batch, MicroBatch
 from gridformer.utils.tensors import DeviceEvent
 
 
@@ -114,21 +115,61 @@ class Stepper:
         self.updates.begin(lr)
         scale = self.scale.scale
         with self.kept.open(), one_thread():
+            self._begin_balance(batch, work, scale)
             losses = self.passes.train(work, counts, scale)
         with self._timed("add up gradients"):
             reduce_gradients(self.parameters, self.axes, self.sums, self.updates.done)
 
         mine = [loss * self._first for loss in losses.values()]
+        experts = self._end_balance(mine, counts)
         sums = torch.stack([*mine, *self.updates.squares()])
         totals = comm.all_reduce(sums, self.axes.world, label="metrics")
         numbers = torch.cat([totals, torch.stack([*counts.values()]), tokens_and_flags])
-        self._last = StartedStep(self.check, step, lr, scale, [*counts], Copied(numbers))
+        copied = None if experts is None else Copied(experts)
+        self._last = StartedStep(self.check, step, lr, scale, [*counts], Copied(numbers), copied)
         with self._timed("update"):
-            self.updates.finish(totals[-2:], self._overflow(totals), scale)
+            overflow = self._overflow(totals)
+            self.updates.finish(totals[-2:], overflow, scale)
+            if experts is not None:
+                move_biases(self.model, experts, overflow)
             share_parts(self.by_layer, self.axes)
             share_copies(self.parameters, self.axes)
         self._last.ended = DeviceEvent(self.device)
         return self._last
+
+    def _begin_balance(self, batch: Batch, work: Sequence[MicroBatch], scale: float) -> None:
+        """Lets mixtures of experts count the tokens of a step, in a pass before if they must."""
+        balance = self.model.balance
+        if balance is None:
+            return
+        n_tokens = batch["tokens"].numel() // len(self.split.all_rows) * self.split.n_rows
+        balance.begin(self.device, n_tokens, scale)
+        if not balance.counts_first:
+            return
+        if isinstance(self.executor, WholeModel) and len(work) == 1:
+            self.executor.before_backward = self._count_experts
+            return
+        with torch.no_grad():
+            self.executor.evaluate(work, lambda hidden, batch: None)
+        self._count_experts()
+
+    def _count_experts(self) -> None:
+        """Counts the tokens of each expert over the global batch, and counts no more."""
+        balance = self.model.balance
+        assert balance is not None
+        balance.known(comm.all_reduce(balance.counts, self.axes.world, label="metrics"))
+
+    def _end_balance(self, losses: list[Tensor], counts: dict[str, Tensor]) -> Tensor | None:
+        """Adds the loss of balance, and returns the tokens of each expert [L, E]."""
+        balance = self.model.balance
+        if balance is None:
+            return None
+        if balance.n_terms:
+            losses.append(balance.value)
+            counts["balance"] = torch.full_like(next(iter(counts.values())), balance.n_terms)
+        if balance.total is None:
+            self._count_experts()
+        return balance.total
 
     def start_ahead(self, step: int, read: ReadRows) -> StartedStep:
         """Starts a step as training does: a GPU gets it before the last result is read."""

@@ -196,7 +196,7 @@ def _opened(folder: Path) -> _Source:
         )
     kind = KINDS[model_type]
     tensors = _named(_tensors_in(folder), kind)
-    keys = ConfigKeys(values)
+    keys = ConfigKeys(values, kind.has_experts)
     read = kind.read_config(keys, frozenset(tensors))
     if keys.problems:
         raise ConfigError(*(f"{path}: {problem}" for problem in keys.problems))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gridformer.checkpoint.convert.table import ConfigKeys, Key, Kind, rows
+from gridformer.checkpoint.convert.table import ConfigKeys, Key, Kind, Row, rows
 from gridformer.config import ModelConfig, any_of
 
 _GPT2_ROWS = rows(
@@ -217,6 +217,14 @@ _LLAMA_ROWS = rows(
     layers.#.mlp.up.gate          model.layers.#.mlp.gate_proj            linear
     layers.#.mlp.up.up            model.layers.#.mlp.up_proj              linear
     layers.#.mlp.down             model.layers.#.mlp.down_proj            linear
+    layers.#.mlp.router           model.layers.#.mlp.gate                 linear if n_experts
+    layers.#.mlp.router.bias    model.layers.#.mlp.gate.e_score_correction_bias same if router_bias
+    layers.#.mlp.experts.gate     model.layers.#.mlp.experts.@.gate_proj  experts if n_experts
+    layers.#.mlp.experts.up       model.layers.#.mlp.experts.@.up_proj    experts if n_experts
+    layers.#.mlp.experts.down     model.layers.#.mlp.experts.@.down_proj  experts if n_experts
+    layers.#.mlp.shared.up.gate   model.layers.#.mlp.shared_experts.gate_proj linear if shared_size
+    layers.#.mlp.shared.up.up     model.layers.#.mlp.shared_experts.up_proj linear if shared_size
+    layers.#.mlp.shared.down      model.layers.#.mlp.shared_experts.down_proj linear if shared_size
     layers.#.norm1                model.layers.#.input_layernorm          same
     layers.#.norm2                model.layers.#.post_attention_layernorm same
     layers.#.attention.q_norm     model.layers.#.self_attn.q_norm         same if qk_norm
@@ -252,6 +260,13 @@ class _Traits:
     kv_heads: int | None = None  # None means the number of query heads
     head_dim: int | None = None  # None means hidden_size / num_attention_heads
     answering: str = "transformer."  # before tensors' names in the class for answers to questions
+    # Keys of config.json about experts, which the kind then has. Then keys with fixed values, and
+    # what our ModelConfig always has.
+    experts: Sequence[Key] = ()
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    always: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)  # parts of tensors' names in mixtures
+    qk_norm_over: str = "head"
 
 
 def _llama(name: str, traits: _Traits) -> Kind:
@@ -269,9 +284,9 @@ def _llama(name: str, traits: _Traits) -> Kind:
     return Kind(
         name,
         "llama",
-        name.capitalize(),
+        name.title().replace("_", ""),
         lambda model: "ForCausalLM",
-        rows=_LLAMA_ROWS,
+        rows=[_renamed(row, traits.names) for row in _LLAMA_ROWS],
         keys=[
             Key("num_hidden_layers", "n_layers"),
             Key("hidden_size", "hidden_size"),
@@ -289,16 +304,23 @@ def _llama(name: str, traits: _Traits) -> Kind:
             Key("rms_norm_eps", "norm_eps", 1e-6),
             Key("initializer_range", "init_std", 0.02),
             *windows[traits.window],
+            *traits.experts,
         ],
         # attention_bias would be in the output projection as well.
-        fixed={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+        fixed={
+            **{"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+            **traits.fixed,
+        },
         prefix="model.",
         read=partial(_read_llama, traits),
         always={
             "qkv_bias": traits.qkv_bias,
             "qk_norm": traits.qk_norm,
+            "qk_norm_over": traits.qk_norm_over,
             **({"window": 0} if traits.window == "none" else {}),
+            **traits.always,
         },
+        has_experts=bool(traits.experts),
         heads="divide" if name == "llama" else "any",
         renamed=lambda model, tensor: (
             tensor.replace("model.", traits.answering) if model.span_head else tensor
@@ -313,6 +335,12 @@ def _llama(name: str, traits: _Traits) -> Kind:
     )
 
 
+def _renamed(row: Row, names: Mapping[str, str]) -> Row:
+    for ours, theirs in names.items():
+        row = row._replace(theirs=row.theirs.replace(ours, theirs))
+    return row
+
+
 def _read_llama(
     traits: _Traits, keys: ConfigKeys, read: Mapping[str, Any], names: frozenset[str]
 ) -> dict[str, Any]:
@@ -324,8 +352,15 @@ def _read_llama(
         "head_dim": 0 if d and d * n == h else d,
         "qkv_bias": traits.qkv_bias,
         "qk_norm": traits.qk_norm,
+        "qk_norm_over": traits.qk_norm_over,
+        "shared_size": (keys.get("n_shared_experts", 0) or 0) * read.get("expert_size", 0),
         "window": _read_window(traits, keys, read["n_layers"]),
         **_read_rope(keys),
+        **traits.always,
+        # Their loss has the term only if the model returns the router's logits.
+        "balance_loss": (
+            read.get("balance_loss", 0.0) if keys.get("output_router_logits", False) else 0.0
+        ),
     }
 
 
@@ -391,11 +426,88 @@ def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind, **values}
 
 
+def _experts(n: str, *, size: str, loss: float = 0.001) -> list[Key]:
+    """Returns the keys that all mixtures have; `n` and `size` are names of two of them."""
+    return [
+        Key(n, "n_experts"),
+        Key("num_experts_per_tok", "experts_per_token"),
+        *([Key(size, "expert_size")] if size else []),
+        Key("output_router_logits", written=lambda model: model.balance_loss > 0.0),
+        Key(
+            "router_aux_loss_coef",
+            "balance_loss",
+            loss,
+            written=lambda model: model.balance_loss or loss,
+        ),
+    ]
+
+
+_SOFTMAX: dict[str, Any] = {"router": "softmax", "router_bias": False, "routed_scale": 1.0}
+_ALL_ROUTED: dict[str, Any] = {**_SOFTMAX, "shared_size": 0, "dense_layers": 0}
+_NORM = Key("norm_topk_prob", "normalized_gates", False)
+_MIXTRAL = {"mlp.gate": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts"}
+_MIXTRAL |= {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _LLAMAS = (
     _llama("llama", _Traits()),
     _llama("mistral", _Traits(window="all", kv_heads=8, answering="model.")),
     _llama("qwen2", _Traits(qkv_bias=True, window="some", kv_heads=32)),
     _llama("qwen3", _Traits(qk_norm=True, window="some", kv_heads=32, head_dim=128)),
+    _llama(
+        "mixtral",
+        _Traits(
+            window="all",
+            kv_heads=8,
+            experts=_experts("num_local_experts", size=""),
+            always={**_ALL_ROUTED, "normalized_gates": True},
+            names=_MIXTRAL,
+        ),
+    ),
+    _llama(
+        "qwen3_moe",
+        _Traits(
+            qk_norm=True,
+            window="some",
+            kv_heads=4,
+            experts=[*_experts("num_experts", size="moe_intermediate_size"), _NORM],
+            always=_ALL_ROUTED,
+            fixed={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        ),
+    ),
+    _llama(
+        "olmoe",
+        _Traits(
+            qk_norm=True,
+            qk_norm_over="all",
+            experts=[*_experts("num_experts", size="", loss=0.01), _NORM],
+            always=_ALL_ROUTED,
+            fixed={"clip_qkv": (None,)},
+        ),
+    ),
+    # DeepSeek-V3's mixture with ordinary attention.
+    _llama(
+        "dots1",
+        _Traits(
+            qk_norm=True,
+            window="some",
+            kv_heads=32,
+            experts=[
+                Key("n_routed_experts", "n_experts"),
+                Key("num_experts_per_tok", "experts_per_token"),
+                Key("moe_intermediate_size", "expert_size"),
+                Key(
+                    "n_shared_experts",
+                    written=lambda model: model.shared_size // model.expert_size or None,
+                ),
+                Key("first_k_dense_replace", "dense_layers", 0),
+                Key("routed_scaling_factor", "routed_scale", 1.0),
+                _NORM,
+                Key("n_group", written=1),
+                Key("topk_group", written=1),
+            ],
+            always={"router": "sigmoid", "router_bias": True, "balance_loss": 0.0},
+            fixed={"n_group": (1, None), "topk_group": (1, None)},
+        ),
+    ),
 )
 KINDS: dict[str, Kind] = {kind.model_type: kind for kind in (GPT2, BERT, T5, *_LLAMAS)}
 

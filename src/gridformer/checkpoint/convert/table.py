@@ -67,6 +67,10 @@ _FORMS: dict[str, Callable[[int], Form]] = {
     "qkv": partial(_interleaved, 3),
     "kv": partial(_interleaved, 2),
     "side_by_side": partial(_side_by_side, 3),
+    "experts": lambda d: Form(
+        lambda theirs: torch.stack([one.t() for one in theirs]),
+        lambda ours: [one.t() for one in ours.unbind()],
+    ),
 }
 _CONDITIONS: dict[str, Callable[[ModelConfig], Any]] = {
     "": lambda model: True,
@@ -75,6 +79,7 @@ _CONDITIONS: dict[str, Callable[[ModelConfig], Any]] = {
 }
 
 
+_IN_MIXTURE = re.compile(r"\.mlp\.(router|experts|shared)\b")
 _SEVERAL = re.compile(r"^([^[]*)\[?([^]]*)\]?(.*)$")
 
 
@@ -90,7 +95,7 @@ class Row(NamedTuple):
     """A row of a family's table, which stands for the entries of all layers.
 
     `#` in both names stands for the number of a layer, `*` for weight and bias, and `[q|k|v]` for
-    several tensors. `.weight` is left out.
+    several tensors, as `@` for the numbers of experts. `.weight` is left out.
     """
 
     ours: str
@@ -98,9 +103,12 @@ class Row(NamedTuple):
     form: Callable[[int], Form]
     when: Callable[[ModelConfig], Any]
 
-    def named(self, name: str, layer: int = 0, leaf: str = "weight") -> tuple[str, ...]:
+    def named(
+        self, name: str, layer: int = 0, leaf: str = "weight", n_experts: int = 0
+    ) -> tuple[str, ...]:
         """Returns what a name of the row is for a layer, and for weight or bias."""
-        if not name.endswith((".*", ".bias", ".weight")):
+        name = name.replace("@", f"[{'|'.join(map(str, range(n_experts)))}]")
+        if not name.endswith((".*", "bias", ".weight")):
             name = f"{name}.*"
         before, parts, after = _SEVERAL.findall(name.replace("#", str(layer)))[0]
         return tuple(f"{before}{part}{after}".replace("*", leaf) for part in parts.split("|"))
@@ -154,11 +162,14 @@ class ConfigKeys:
     only what differs from it.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], has_experts: bool = False) -> None:
+        if has_experts:  # newer versions of transformers write the second name
+            values = {"num_experts": values.get("num_local_experts"), **values}
         self.values = values
         self.problems: list[str] = []
         for key, neutral in _NEUTRAL.items():
-            self.only(key, neutral)
+            if not (has_experts and key.endswith("experts")):
+                self.only(key, neutral)
 
     def get(self, key: str, default: Any) -> Any:
         """Returns a value, or the default if it is absent. Another type is a problem."""
@@ -328,6 +339,7 @@ class Kind:
         lambda keys, read, names: {}
     )
     always: Mapping[str, Any] = field(default_factory=dict)  # keys of all its ModelConfigs
+    has_experts: bool = False
     # How wide heads may be: they fill hidden_size, or it is a multiple of their number at least.
     heads: Literal["any", "divide", "fill"] = "any"
     skipped: tuple[str, ...] = ()  # regular expressions of tensors that are not parameters
@@ -350,9 +362,14 @@ class Kind:
             n_layers = (model.n_decoder_layers if in_decoder else model.n_layers) if stack else 1
             for i in range(n_layers):
                 for row in of_layer:
+                    mixture = bool(model.n_experts) and i >= model.dense_layers
+                    if ".mlp." in row.ours and mixture != bool(_IN_MIXTURE.search(row.ours)):
+                        continue
                     form = row.form(model.head_width)
                     for leaf in ("weight", "bias") if row.ours.endswith("*") else ("weight",):
-                        (ours,), theirs = (row.named(name, i, leaf) for name in row[:2])
+                        (ours,), theirs = (
+                            row.named(name, i, leaf, model.n_experts) for name in row[:2]
+                        )
                         entries.append(TableEntry(ours, theirs, form))
         return entries
 
@@ -379,6 +396,13 @@ class Kind:
             for key, value in self.always.items()
             if getattr(model, key) != value
         ]
+        if bool(model.n_experts) != self.has_experts:
+            has = "experts" if self.has_experts else "none"
+            problems.append(f"n_experts={model.n_experts}: a {self.model_type} has {has}")
+        sized = any(key.ours == "expert_size" for key in self.keys)
+        if self.has_experts and not sized and model.expert_size != model.ffn_size:
+            wanted = f"in a {self.model_type} it is ffn_size={model.ffn_size}"
+            problems.append(f"expert_size={model.expert_size}: {wanted}")
         h, n = model.hidden_size, model.n_heads
         if self.heads == "fill" and model.head_width * n != h:
             wanted = f"in transformers it is hidden_size / n_heads, {h // n}"

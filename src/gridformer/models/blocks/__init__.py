@@ -34,6 +34,7 @@ from gridformer.models.blocks.embedding import (
     TokenEmbedding,
     UntiedHead,
 )
+from gridformer.models.blocks.experts import Balance, MixtureOfExperts
 from gridformer.models.blocks.gradient_sum import attach_gradient_slots, gradient_slot
 from gridformer.models.blocks.layer import (
     GatedFeedForward,
@@ -62,7 +63,7 @@ from gridformer.models.blocks.loss import (
     chunked_loss,
     places_per_chunk,
 )
-from gridformer.models.blocks.norm import HeadNorm, LayerNorm, RMSNorm, new_norm
+from gridformer.models.blocks.norm import AllHeadsNorm, HeadNorm, LayerNorm, RMSNorm, new_norm
 from gridformer.models.blocks.recompute import ActivationPartition, Recompute
 from gridformer.models.blocks.recompute import Mode as RecomputeMode
 from gridformer.models.blocks.rotary import RotaryPositions, Rotation

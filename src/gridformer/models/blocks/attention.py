@@ -14,7 +14,7 @@ from gridformer.config import ModelConfig
 from gridformer.models.blocks import scores as scores_module
 from gridformer.models.blocks.dropout import DropoutRng, DropoutSite, keep_scores
 from gridformer.models.blocks.linear import Linear, MergedLinear
-from gridformer.models.blocks.norm import HeadNorm
+from gridformer.models.blocks.norm import AllHeadsNorm, HeadNorm
 from gridformer.models.blocks.recompute import Recompute
 from gridformer.models.blocks.rotary import Rotation
 from gridformer.models.blocks.scores import MaskInParts, ScoreBias, ScoreParts, SharedBias, past
@@ -327,8 +327,13 @@ class GroupedAttention(Attention):
     ) -> None:
         super().__init__(qkv, out, config, site, dropout_rng)
         self.window, d, eps = config.window, config.head_width, config.norm_eps
-        self.q_norm: nn.Module | None = HeadNorm(d, eps) if config.qk_norm else None
-        self.k_norm: nn.Module | None = HeadNorm(d, eps) if config.qk_norm else None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if config.qk_norm and config.qk_norm_over == "all":
+            self.q_norm = AllHeadsNorm(config.n_heads * d, eps)
+            self.k_norm = AllHeadsNorm(config.kv_heads * d, eps)
+        elif config.qk_norm:
+            self.q_norm, self.k_norm = HeadNorm(d, eps), HeadNorm(d, eps)
 
     def forward(  # type: ignore[override]
         self,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.config import ModelConfig
 from gridformer.models.blocks.attention import Attention, CrossAttention, GroupedAttention, KVCache
 from gridformer.models.blocks.dropout import Dropout, DropoutRng
+from gridformer.models.blocks.experts import Balance, MixtureOfExperts
 from gridformer.models.blocks.linear import (
     Activation,
     FeedForward,
+    GatedProduct,
     Init,
     Linear,
     MergedLinear,
@@ -156,33 +156,25 @@ class GatedFeedForward(nn.Module):
         self.up, self.down = up, down
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        out: Tensor = self.down(_Gated.apply(*self.up(x_BSH)))
+        out: Tensor = self.down(GatedProduct.apply(*self.up(x_BSH)))
         return out
 
 
-class _Gated(torch.autograd.Function):
-    """Computes silu(gate) * up and keeps both factors, but not silu(gate)."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        activated = F.silu(gate)
-        # See gridformer.models.blocks.norm.
-        return activated * up if torch.compiler.is_compiling() else activated.mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
-        return grad_gate, F.silu(gate).mul_(grads[0])
-
-
 class GatedLayer(Layer):
-    """One layer of Llama-like models: x + f(norm(x)) for each sub-layer f, on x [b, s, h]."""
+    """One layer of Llama-like models: x + f(norm(x)) for each sub-layer f, on x [b, s, h].
 
-    def __init__(self, config: ModelConfig, dropout_rng: DropoutRng, site: str) -> None:
+    With a `balance`, the second one is a mixture of experts.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dropout_rng: DropoutRng,
+        site: str,
+        balance: Balance | None = None,
+    ) -> None:
         super().__init__()
-        h, f, d, eps = config.hidden_size, config.ffn_size, config.head_width, config.norm_eps
+        h, d, eps = config.hidden_size, config.head_width, config.norm_eps
         n, m, init = config.n_heads, config.kv_heads, Init(std=config.init_std)
         self.norm1 = RMSNorm(h, eps, "qkv")
         parts = {
@@ -194,11 +186,13 @@ class GatedLayer(Layer):
         out = Linear(n * d, h, Role("out", "attention", opens=False), init, bias=False)
         self.attention = GroupedAttention(qkv, out, config, f"{site}.attention", dropout_rng)
         self.dropout1 = Dropout(config.dropout, f"{site}.dropout1", dropout_rng)
-        self.norm2 = RMSNorm(h, eps, "up")
-        halves = {"gate": PartSize(f, init), "up": PartSize(f, init)}
-        up = MergedLinear(h, halves, Role("up", "feed_forward"))
-        down = Linear(f, h, Role("down", "feed_forward", opens=False), init, bias=False)
-        self.mlp = GatedFeedForward(up, down)
+        self.norm2 = RMSNorm(h, eps, "up" if balance is None else None)
+        if balance is None:
+            self.mlp: nn.Module = _gated(h, config.ffn_size, init)
+        else:
+            shared = _gated(h, config.shared_size, init) if config.shared_size else None
+            layer = int(site.rpartition(".")[2])
+            self.mlp = MixtureOfExperts(config, layer, balance, shared)
         self.dropout2 = Dropout(config.dropout, f"{site}.dropout2", dropout_rng)
 
     def forward(
@@ -211,3 +205,12 @@ class GatedLayer(Layer):
         """Runs the layer on x [b, s, h]; for the other arguments see `GroupedAttention`."""
         x = x + self.dropout1(self.attention(self.norm1(x), rotation, mask, cache))
         return x + self.dropout2(self.mlp(self.norm2(x)))
+
+
+def _gated(h: int, f: int, init: Init) -> GatedFeedForward:
+    """Returns a gated feed-forward of inner width f."""
+    halves = {"gate": PartSize(f, init), "up": PartSize(f, init)}
+    up = MergedLinear(h, halves, Role("up", "feed_forward"))
+    return GatedFeedForward(
+        up, Linear(f, h, Role("down", "feed_forward", opens=False), init, False)
+    )

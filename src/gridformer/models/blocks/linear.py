@@ -199,6 +199,23 @@ class FeedForward(nn.Module):
         return out
 
 
+class GatedProduct(torch.autograd.Function):
+    """Computes silu(gate) * up and keeps both factors, but not silu(gate)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        activated = F.silu(gate)
+        # See gridformer.models.blocks.norm.
+        return activated * up if torch.compiler.is_compiling() else activated.mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
+        return grad_gate, F.silu(gate).mul_(grads[0])
+
+
 @dataclass(frozen=True)
 class PartSize:
     """The size of one part of a `MergedLinear`.

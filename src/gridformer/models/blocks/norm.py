@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -88,6 +89,22 @@ class HeadNorm(nn.Module):
 
     def forward(self, x_BSND: Tensor) -> Tensor:
         return rms_norm(x_BSND, self.weight, self.eps)
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over all heads of queries or keys [b, s, n, d] together, with a weight [n d].
+
+    `over` normalizes a matrix whose columns are sharded, if heads are.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = new_parameter(width, init=Init(mean=1.0))
+        self.over: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+
+    def forward(self, x_BSND: Tensor) -> Tensor:
+        return self.over(x_BSND.flatten(-2), self.weight, self.eps).view(x_BSND.shape)
 
 
 def new_norm(kind: NormKind, h: int, eps: float, reader: str | None = None) -> LayerNorm | RMSNorm:

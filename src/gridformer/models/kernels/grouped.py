@@ -1,12 +1,11 @@
 """Products of sorted rows with one matrix for each group of them, as experts compute them.
 
 On GPUs that is one kernel for all groups, elsewhere one product a group. Sizes of groups are data
-on the device: `ends` holds where each group ends, int32 [E].
+on the device: `ends` holds where each group ends, int32 [E]. `grouped_product` returns x[i] w[e]
+[S, N] of rows x [S, K] of groups e and matrices w [E, K, N].
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,33 +15,10 @@ from gridformer.models.kernels.library import LIBRARY, define
 
 define("grouped_product(Tensor x, Tensor w, Tensor ends) -> Tensor")
 define("grouped_sum(Tensor x, Tensor y, Tensor ends) -> Tensor")
-
-
-def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Returns x[i] w[e] [S, N] of rows x [S, K] in groups e and matrices w [E, K, N]."""
-    y: Tensor = _GroupedProduct.apply(x, w, ends)
-    return y
-
-
-class _GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w, ends)
-        y: Tensor = torch.ops.gridformer.grouped_product(x, w, ends)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, w, ends = ctx.saved_tensors
-        grad, (grad_x, grad_w) = grads[0].contiguous(), (None, None)
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.ops.gridformer.grouped_product(grad, w.transpose(1, 2), ends)
-        if ctx.needs_input_grad[1]:
-            if w.stride(1) == 1:  # a transpose, as its gradient is then
-                grad_w = torch.ops.gridformer.grouped_sum(grad, x, ends).transpose(1, 2)
-            else:
-                grad_w = torch.ops.gridformer.grouped_sum(x, grad, ends)
-        return grad_x, grad_w, None
+define("sizes_on_host(Tensor sizes, int rows, int index) -> int[]")
+grouped_product = torch.ops.gridformer.grouped_product
+grouped_sum = torch.ops.gridformer.grouped_sum
+sizes_on_host = torch.ops.gridformer.sizes_on_host
 
 
 def _in_one_kernel(x: Tensor) -> bool:
@@ -80,3 +56,12 @@ def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
 @torch.library.register_fake("gridformer::grouped_sum", lib=LIBRARY)
 def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(len(ends), x.shape[1], y.shape[1])
+
+
+@torch.library.impl(LIBRARY, "sizes_on_host", "CompositeExplicitAutograd")
+def _(sizes: Tensor, rows: int, index: int) -> list[int]:
+    """Reads how many rows go to and come from each device, int64 [2, devices].
+
+    A record, which knows no sizes, is told how many `rows` go out, and the device's own index.
+    """
+    return sizes.flatten().tolist()

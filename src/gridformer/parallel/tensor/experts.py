@@ -1,0 +1,256 @@
+"""Mixtures of experts on several devices: how their tokens lie there, and who computes experts.
+
+`layout.experts_over` names axes of the mesh whose devices have different experts. Tokens that lie
+on them travel to their experts and back, by all-to-alls whose sizes depend on the data. The scheme
+shards each expert's matrices over its other axes, as those of a feed-forward: the inner width over
+the axis of its boundary (columns, branches), and h over the other axis of a grid (rows), along
+which matrices are gathered where they multiply.
+
+Between sections tokens lie as the scheme says. A mixture needs all of h of a token:
+
+    along the boundary's axis    experts over it             each expert sharded over it
+    replicated                   each device takes a part    as they are
+    tokens sharded (s, b)        as they are                 all-gather, reduce-scatter
+    h sharded                    all-to-all                  all-gather, reduce-scatter
+    on the first (cSub)          as they are                 broadcast, reduce
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gridformer import comm
+from gridformer.comm import autograd, irregular
+from gridformer.config import LayoutConfig
+from gridformer.mesh import Axes, Axis
+from gridformer.models.blocks import MixtureOfExperts
+from gridformer.models.blocks.experts import Experts, Router, Tokens, Whole, sorted_rows
+from gridformer.models.kernels.grouped import sizes_on_host
+from gridformer.parallel.data.zero import own_part
+from gridformer.parallel.scheme import BoundarySpec, expert_axes
+from gridformer.parallel.sharding import ParamPlacement, shard_of, shard_parameter
+from gridformer.parallel.tensor.summa import InRankOrder, Replicated, boundary_of
+
+LABEL = "experts"
+AXIS, COPIES = "experts", "experts_replicate"
+Lies = Literal["whole", "parts", "tokens", "h", "first", "section"]
+
+
+class TokensOfGrid(Tokens):
+    """Tokens on one device of a grid; see the module's docstring.
+
+    Args:
+        axis: The axis of the boundary.
+        lies: How tokens lie along it: `section` if they are gathered as other sections do; `whole`,
+            `tokens`, `h` and `first` if experts lie over it.
+        section: The boundary of a section.
+        experts: The axis whose devices have different experts.
+        n_experts: E, of which the last device may have fewer.
+    """
+
+    def __init__(
+        self, axis: Axis, lies: Lies, section: Replicated, experts: Axis, n_experts: int
+    ) -> None:
+        self.axis, self.lies, self.section, self.experts = axis, lies, section, experts
+        self.n_experts = -(-n_experts // experts.size) * experts.size
+
+    def enter(self, x_BSH: Tensor) -> Tensor:
+        axis, section = self.axis, self.section
+        match self.lies:
+            case "section":
+                x_BSH = autograd.pair(
+                    x_BSH,
+                    axis,
+                    lambda x: section.gather(x).wait(),
+                    lambda grad: section.reduce_scatter(grad).wait(),
+                )
+            case "whole" | "h":
+                n_here, x = self._part(x_BSH), self._padded(x_BSH.flatten(0, -2))
+                if self.lies == "h":
+                    return autograd.alltoall(x, axis, 0, 1, LABEL)[:n_here]
+                return autograd.pair(
+                    x,
+                    axis,
+                    lambda x: x.chunk(axis.size)[axis.index].clone(),
+                    lambda grad: comm.all_gather(grad, axis, 0, LABEL),
+                )[:n_here]
+            case "first":
+                return self._only_first(x_BSH, (-1, x_BSH.shape[-1]), (0, x_BSH.shape[-1]))
+        return x_BSH.flatten(0, -2)
+
+    def leave(self, y_NH: Tensor, x_BSH: Tensor) -> Tensor:
+        axis, section = self.axis, self.section
+        match self.lies:
+            case "section":
+                y_BSH = y_NH.view(*section.full(x_BSH.shape)[:-1], -1)
+                return autograd.pair(
+                    y_BSH,
+                    axis,
+                    lambda y: section.reduce_scatter(y).wait(),
+                    lambda grad: section.gather(grad).wait(),
+                )
+            case "whole" | "h":
+                n = x_BSH.shape[:-1].numel()
+                y = F.pad(y_NH, (0, 0, 0, -(-n // axis.size) - len(y_NH)))
+                if self.lies == "h":
+                    y = autograd.alltoall(y, axis, 1, 0, LABEL)
+                else:
+                    y = autograd.pair(
+                        y,
+                        axis,
+                        lambda y: comm.all_gather(y, axis, 0, LABEL),
+                        lambda grad: grad.chunk(axis.size)[axis.index].clone(),
+                    )
+                return y[:n].view(x_BSH.shape)
+            case "first":
+                return self._only_first(y_NH, x_BSH.shape, None)
+        return y_NH.view(x_BSH.shape)
+
+    def compute(self, rows_SH: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
+        """Sends rows to their experts: forward all-to-all of rows, backward of their gradients."""
+        axis = self.experts
+        if axis.size == 1:
+            return super().compute(rows_SH, counts_E, experts)
+        counts = F.pad(counts_E, (0, self.n_experts - len(counts_E))).view(axis.size, -1)
+        one = [1] * axis.size
+        coming = irregular.all_to_all_rows(counts, one, one, axis, LABEL)
+        sizes = torch.stack((counts.sum(1), coming.sum(1)))
+        here = sizes_on_host(sizes, len(rows_SH), axis.index)
+        sends, receives = here[: axis.size], here[axis.size :]
+
+        def moved(x: Tensor, there: list[int], back: list[int]) -> Tensor:
+            return autograd.pair(
+                x,
+                axis,
+                lambda x: irregular.all_to_all_rows(x, there, back, axis, LABEL),
+                lambda grad: irregular.all_to_all_rows(grad, back, there, axis, LABEL),
+            )
+
+        arrived = moved(rows_SH, sends, receives)
+        # Of each sender, rows arrive sorted by expert.
+        numbers = torch.arange(coming.shape[1], device=coming.device).repeat(axis.size)
+        numbers = numbers.repeat_interleave(coming.flatten(), output_size=sum(receives))
+        mine, restore = sorted_rows(arrived, numbers)
+        results = experts(mine, coming.sum(0).cumsum(0).to(torch.int32))
+        return moved(restore(results), receives, sends)
+
+    def _part(self, x_BSH: Tensor) -> int:
+        """Returns how many tokens this device has of those that are divided over the axis."""
+        n, (size, index) = x_BSH.shape[:-1].numel(), (self.axis.size, self.axis.index)
+        each = -(-n // size)
+        return max(0, min(each, n - index * each))
+
+    def _padded(self, x_NH: Tensor) -> Tensor:
+        return F.pad(x_NH, (0, 0, 0, -len(x_NH) % self.axis.size))
+
+    def _only_first(
+        self, x: Tensor, shape: tuple[int, ...], elsewhere: tuple[int, ...] | None
+    ) -> Tensor:
+        """Views x on the first device. The others have `elsewhere` of it, or it on meta (None)."""
+        device, before = self.section.device, x.shape  # type: ignore[attr-defined]
+
+        def on_meta(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+            return x.new_empty(shape, device="meta")
+
+        def empty(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+            return x.new_empty(shape, device=device)
+
+        if self.axis.index == 0:
+            return x.view(shape)
+        if elsewhere is None:
+            return autograd.pair(
+                x, self.axis, lambda x: on_meta(x, shape), lambda grad: empty(grad, before)
+            )
+        return autograd.pair(
+            x, self.axis, lambda x: empty(x, elsewhere), lambda grad: on_meta(grad, before)
+        )
+
+
+class GatheredAlong(Whole):
+    """Matrices that an axis shards along `dim`: gathered, and their gradients reduce-scattered."""
+
+    def __init__(self, axis: Axis, dim: int) -> None:
+        self.axis, self.dim = axis, dim
+
+    def gather(self, weight: Tensor) -> Tensor:
+        return comm.all_gather(weight, self.axis, self.dim, LABEL)
+
+    def scatter(self, grad: Tensor) -> Tensor:
+        return comm.reduce_scatter(grad, self.axis, self.dim, LABEL)
+
+
+def mixture_role(
+    axes: Axes,
+    layout: LayoutConfig,
+    boundary: BoundarySpec,
+    router: ParamPlacement,
+    common: bool = False,
+) -> Callable[[MixtureOfExperts], None]:
+    """Returns what a scheme makes of a mixture of experts.
+
+    Args:
+        boundary: How activations lie between sections.
+        router: The placement of vectors that every device needs in full there, whose gradients are
+            partial sums.
+        common: Whether each device computes whole experts for its own tokens.
+    """
+    over = expert_axes(layout)
+    name, layout_of_x = boundary.axis, boundary.activation_layout
+    other = "row" if name == "col" else ""
+    if boundary.h_over:
+        name, other, layout_of_x = boundary.h_over, boundary.axis, "h"
+    axis = axes[name]
+    folded = name in over or axis.size == 1 or common
+    lies: Lies = "section"
+    if folded:
+        kinds: dict[str, Lies] = {"replicated": "whole", "h": "h", "first": "first"}
+        lies = kinds.get(layout_of_x, "tokens") if axis.size > 1 else "tokens"
+    spec = BoundarySpec(name, layout_of_x)
+    section = InRankOrder(axis) if layout_of_x == "s" else boundary_of(spec, axes)
+    numbers = AXIS if AXIS in axes.further else None
+    replicas = COPIES if "dp" in over and numbers else (router.replicas if common else "dp")
+    inner = None if folded else name
+    gathered = other if other and other not in over and axes[other].size > 1 else None
+
+    experts_axis = axes[AXIS] if numbers else Axis(AXIS)
+
+    def mixture(plain: MixtureOfExperts) -> None:
+        experts, config = plain.experts, plain.router.config
+        plain.tokens = TokensOfGrid(axis, lies, section, experts_axis, config.n_experts)
+        plain.router.balance.first = folded or axis.index == 0
+        shard_parameter(plain.router, "weight", router, axes)
+        if plain.router.bias is not None:
+            vector = ParamPlacement((None,), router.copies, router.partial, router.replicas)
+            shard_parameter(plain.router, "bias", vector, axes)
+        for matrix, cut, dim in (
+            (experts.gate, (numbers, gathered, inner), 1),
+            (experts.up, (numbers, gathered, inner), 1),
+            (experts.down, (numbers, inner, gathered), 2),
+        ):
+            shard_parameter(matrix, "weight", ParamPlacement(cut, replicas=replicas), axes)
+            if gathered:
+                matrix.whole = GatheredAlong(axes[gathered], dim)
+
+    return mixture
+
+
+@torch.no_grad()
+def move_biases(model: nn.Module, total: Tensor, overflow: Tensor) -> None:
+    """Moves the biases of routers toward even shares, given the tokens of each expert [L, E].
+
+    It does nothing if `overflow` is 1. It moves what this rank updates; copies get it later.
+    """
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        if router.bias is None or not shard_of(router.bias).owned:
+            continue
+        counts = total[router.layer - router.config.dense_layers].to(torch.float64)
+        rate = router.config.balance_rate * (1.0 - overflow)
+        step = (counts.mean() - counts).sign() * rate
+        part = own_part(router.bias)
+        (offset,) = shard_of(part).offset
+        part.add_(step[offset : offset + len(part)].to(part.dtype))
