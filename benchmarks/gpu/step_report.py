@@ -17,7 +17,7 @@ CEILING_TARGET, RATIO_TARGET = 0.5, 1.15
 
 def matrix_parameters(config: ModelConfig) -> int:
     """Return P of `step_flops`: weights used in products, with the tied table once as head."""
-    return config.n_layers * config.layer_elements + config.vocab_size * config.hidden_size
+    return config.matrix_elements - (config.n_tables - 1) * config.vocab_size * config.hidden_size
 
 
 def step_flops(config: ModelConfig, tokens: int, s: int) -> float:

@@ -31,6 +31,7 @@ from gridformer.record import Place, Trace, Trouble
 from gridformer.record.events import SingleEvent, Start
 from gridformer.record.itineraries import alike_stages
 from gridformer.record.rank import record_ranks
+from gridformer.record.routing import routing_notes
 from gridformer.record.step import Extent, RecordOptions
 
 MOST = 16  # with more passes of all ranks in a step, equal ranks are traced once
@@ -141,6 +142,7 @@ def _own(run: RunConfig, traces: Sequence[Trace]) -> Iterator[Problem]:
             troubles.setdefault(trouble, []).append(trace.rank)
         # Offloading copies optimizer states to the host.
         unwanted = [r for r in trace.reads if not r.copies or run.train.offload == "none"]
+        unwanted = [read for read in unwanted if not read.needed]
         for place in dict.fromkeys(read.place for read in unwanted):
             reads.setdefault(place, []).append(trace.rank)
     for trouble, ranks in troubles.items():
@@ -258,6 +260,8 @@ def print_report(run: RunConfig, report: Report, console: Console) -> None:
         f"{n} x {place}" if n > 1 else f"{place}" for place, n in report.reads.items()
     )
     line(f"Values read back from the device in a step: {reads or 'none'}.")
+    for note in routing_notes(run):
+        line(f"({note})")
     n = len(report.problems)
     ranks = f"{report.n_ranks:,} rank{'s' * (report.n_ranks > 1)}"
     if report.n_ranks != len(report.traced):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gridformer.cli.shared import AsJson
+from gridformer.cli.shared import AsJson, Routing, state_routing
 from gridformer.utils.errors import ConfigError, UserError, require
 from gridformer.utils.files import check_output
 from gridformer.utils.process import last_work, processor_s
@@ -137,6 +137,7 @@ def plan(
     html: Path | None = None,
     seconds: Annotated[float, typer.Option(min=0.0)] = 0.0,
     as_json: AsJson = False,
+    routing: Routing = None,
 ) -> None:
     """Find the fastest layouts of a model on a cluster, and say what limits each.
 
@@ -186,6 +187,7 @@ def plan(
     machine = load_cluster(cluster)
     notes: list[str] = []
     run = _run(model, overrides or [], machine, devices, batch, notes)
+    state_routing(routing)
     given = [_also(model, overrides or [], run, devices, text) for text in also or []]
     console = Console(highlight=False, stderr=as_json)
     with console.status("estimating layouts") as status:

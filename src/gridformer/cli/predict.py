@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from gridformer.cli.shared import AsJson, Overrides, RunFile, Seconds, time_limit, waiting
+from gridformer.cli.shared import (
+    AsJson,
+    Overrides,
+    Routing,
+    RunFile,
+    Seconds,
+    state_routing,
+    time_limit,
+    waiting,
+)
 from gridformer.utils.errors import UserError, require
 from gridformer.utils.files import check_output, write_text
 from gridformer.utils.process import last_work
@@ -24,6 +33,7 @@ def check(
     whole: bool = False,
     as_json: AsJson = False,
     seconds: Seconds = None,
+    routing: Routing = None,
 ) -> None:
     """Check that a run will work on GPUs, before anything is launched.
 
@@ -48,6 +58,7 @@ def check(
     from gridformer.launch.plan import read_run_without_data
 
     checked = read_run_without_data(run, overrides or [])
+    state_routing(routing)
 
     from gridformer.check import check_step
     from gridformer.check.report import print_report
@@ -73,6 +84,7 @@ def memory(
     budget: Annotated[float, typer.Option(min=0.0)] = 0.0,
     html: Path | None = None,
     seconds: Seconds = None,
+    routing: Routing = None,
 ) -> None:
     """Estimate the peak memory of each rank of a run, and when the peak is reached.
 
@@ -111,6 +123,7 @@ def memory(
         require("plotly", "--html", "html")
         check_output("--html", html, [run])
     checked = read_run_without_data(run, overrides or [])
+    state_routing(routing)
     if budget and checked.train.device == "auto":
         checked = on_device_type(checked, "cuda")
     console = Console(highlight=False)
@@ -150,6 +163,7 @@ def predict(
     as_json: AsJson = False,
     trace: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     seconds: Seconds = None,
+    routing: Routing = None,
 ) -> None:
     """Predict how long a step of a run takes on a cluster, and where the time goes.
 
@@ -185,6 +199,7 @@ def predict(
     machine = load_cluster(cluster)
     notes: list[str] = []
     checked = read_run_without_data(run, overrides or [], notes.append)
+    state_routing(routing)
 
     from gridformer.plan.predict import predict as predicted
     from gridformer.plan.show import print_prediction

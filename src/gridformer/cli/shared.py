@@ -41,6 +41,15 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the run file."),
 ]
 
+Routing = Annotated[
+    Path | None,
+    typer.Option(
+        "--routing",
+        metavar="RUNDIR",
+        help="For models with experts, assume the shares of tokens that this run has measured "
+        "(metrics.jsonl). By default every expert gets as many.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Seconds = Annotated[
     float | None,
@@ -134,3 +143,11 @@ def _processor_s() -> dict[int, float]:
                 user, system = map(int, after_name[11:13])
                 used[int(pid)] = (user + system) / os.sysconf("SC_CLK_TCK")
     return used
+
+
+def state_routing(path: Path | None) -> None:
+    """Lets all records of this command assume the shares of `--routing`."""
+    if path is not None:
+        from gridformer.record.routing import measured_routing, stated
+
+        stated.set(measured_routing(path))

@@ -398,11 +398,14 @@ class ModelConfig(Config):
         """Whether the head that predicts tokens is the only one."""
         return self.token_head and not self.n_labels and not self.span_head
 
-    @property
-    def layer_elements(self) -> int:
-        """The elements of the matrices of a layer, without those of cross-attention."""
-        columns = 2 * (self.n_heads + self.kv_heads) * self.head_width
-        return self.hidden_size * (columns + (2 + self.gated) * self.ffn_size)
+    def ffn_widths(self, experts: int) -> int:
+        """The inner widths of the feed-forwards of all layers, those of an encoder of two stacks.
+
+        `experts` of a mixture of experts count, such as those that a token passes.
+        """
+        mixed = self.n_layers - self.dense_layers if self.n_experts else 0
+        width = experts * self.expert_size + self.shared_size
+        return (self.n_layers - mixed) * self.ffn_size + mixed * width
 
     @property
     def matrix_elements(self) -> int:
@@ -410,10 +413,14 @@ class ModelConfig(Config):
 
         These are nearly all of its parameters.
         """
-        cross = 2 * (self.n_heads + self.kv_heads) * self.head_width * self.hidden_size
-        elements = self.n_layers * self.layer_elements
-        if self.two_stacks:
-            elements += self.n_decoder_layers * (self.layer_elements + cross)
+        n, attention = self.n_layers, 2 * (self.n_heads + self.kv_heads) * self.head_width
+        widths = self.ffn_widths(self.n_experts)
+        if self.two_stacks:  # whose decoder has cross-attention, too
+            n, widths = (
+                n + 2 * self.n_decoder_layers,
+                widths + self.n_decoder_layers * self.ffn_size,
+            )
+        elements = self.hidden_size * (n * attention + (2 + self.gated) * widths)
         return elements + self.n_tables * self.vocab_size * self.hidden_size
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gridformer.config import LayoutConfig, RunConfig, divisors, parse_run
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig, divisors, parse_run
 from gridformer.parallel.registry import describe_layout, spec_of, specs
 from gridformer.parallel.validation import violations
 from gridformer.utils.units import format_setting
@@ -126,6 +126,26 @@ def candidates(processes: int, schemes: Sequence[str] = ()) -> Iterator[LayoutCo
                     continue
                 for arrangement in spec.arrangements(rest):
                     yield LayoutConfig(scheme=name, **arrangement, **common)
+
+
+def over_experts(model: ModelConfig, layout: LayoutConfig, node: int) -> Iterator[LayoutConfig]:
+    """Yields a layout, and for a model with experts also with these over devices.
+
+    They lie over all of the grid and as many replicas as there are experts, or as `node` devices
+    hold.
+    """
+    yield layout
+    keys = [key for key in spec_of(layout).axes if getattr(layout, key) > 1]
+    grid = math.prod(getattr(layout, key) for key in keys)
+    if not model.n_experts or grid > model.n_experts:
+        return
+    fitting = [n for n in divisors(layout.dp) if n * grid <= model.n_experts]
+    inside = [n for n in fitting if n * grid <= node]
+    for n in dict.fromkeys((*fitting[-1:], *inside[-1:])):
+        over = (*keys, *["dp"] * (n > 1))
+        if over:
+            groups = n if 1 < n < layout.dp else 0
+            yield layout.model_copy(update={"experts_over": over, "experts_dp": groups})
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,9 @@ def upper_bound(run: RunConfig) -> int:
     under_way = layout.micro_batches if layout.pp > 1 else 1
     s, source = run.seq_len, run.source_len
     wide = 40 * model.hidden_size + 20 * model.n_heads * model.head_width
-    wide += (12 + 12 * model.gated) * model.ffn_size
+    inner = model.experts_per_token * model.expert_size + model.shared_size
+    wide += (12 + 12 * model.gated) * max(model.ffn_size, inner)
+    wide += 12 * (model.experts_per_token * model.hidden_size + model.n_experts)
     scores = 16 * model.n_heads * (s * s + s * source + source * source)
     stacks = 2 if model.two_stacks else 1
     a_layer = sequences * (wide * (s + source) + scores) * stacks

@@ -15,6 +15,7 @@ from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import replica_work
 from gridformer.parallel.registry import describe_layout
+from gridformer.record.routing import routing_notes
 from gridformer.record.step import KINDS, MESSAGES
 from gridformer.utils.units import byte_unit
 
@@ -42,6 +43,8 @@ def print_breakdowns(
 ) -> None:
     """Prints what each rank holds at its peak, one column per rank, named by `largest_ranks`."""
     console.print(Text(_title(run)))
+    for note in routing_notes(run):
+        console.print(Text(f"({note})"))
     unit, name = byte_unit(max(breakdown.peak for breakdown in breakdowns))
     for start in range(0, len(breakdowns), _COLUMNS):
         some = breakdowns[start : start + _COLUMNS]

@@ -39,14 +39,16 @@ def in_few_layers(config: ModelConfig) -> list[tuple[int, ModelConfig]]:
     """Returns models of few layers, and how often to take each so that they add up to a deep model.
 
     Totals of a model, such as its number of parameters, are sums over its layers, which are equal
-    except perhaps for the first and the last one: two and three layers tell what each further adds.
+    except perhaps for the first and the last one: two and three layers tell what each further adds,
+    besides those without experts.
     One of the factors is negative. Layers of other networks may differ, so theirs are all taken.
     """
     if config.family == "network":
         return [(1, config)]
-    deep = [name for name in ("n_layers", "n_decoder_layers") if getattr(config, name) > 2]
-    base = config.model_copy(update=dict.fromkeys(deep, 2))
-    more = [(getattr(config, name) - 2, base.model_copy(update={name: 3})) for name in deep]
+    few = 2 + config.dense_layers  # which come first
+    deep = [name for name in ("n_layers", "n_decoder_layers") if getattr(config, name) > few]
+    base = config.model_copy(update=dict.fromkeys(deep, few))
+    more = [(getattr(config, name) - few, base.model_copy(update={name: few + 1})) for name in deep]
     return [(1 - sum(times for times, _ in more), base), *more]
 
 

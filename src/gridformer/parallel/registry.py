@@ -51,6 +51,9 @@ def describe_layout(layout: LayoutConfig) -> str:
         parts[0] += sharded
     else:
         parts.append(f"fsdp={layout.dp}" if mode == "fsdp" else f"dp={layout.dp}{sharded}")
+    if over := ["dp" if key == "dp" else key for key in layout.experts_over]:
+        n = f"={layout.experts_dp}" if layout.experts_dp else ""
+        parts.append(f"experts over {' x '.join(over)}{n}")
     if layout.pp > 1:
         k = layout.stages_per_rank
         parts.append(f"pp={layout.pp}" + (f" x {k} stages, interleaved" if k > 1 else ""))

@@ -9,6 +9,7 @@ from typing import Any
 from gridformer.cluster.file import NO_DATA, Cluster
 from gridformer.config import RunConfig
 from gridformer.plan.replay import Interval
+from gridformer.record.routing import routing_notes
 
 MICRO = 1e6
 _LEAST_S = 1e-6  # what takes less than a microsecond of a step is rounding
@@ -153,6 +154,8 @@ def warnings_of(run: RunConfig, cluster: Cluster, dtypes: Iterable[str]) -> list
         )
     for dtype in sorted({*dtypes} - {*cluster.device.peak_tflops}):
         found.append(f"{cluster.name} states no peak rate for products of {dtype}")
+    found += routing_notes(run)
+    found += routing_notes(run)
     return found + doubts(cluster, run.layout.n_processes)
 
 

@@ -21,7 +21,7 @@ from gridformer.memory.room import room_on
 from gridformer.parallel.auto.cost import Choice, resolved
 from gridformer.parallel.auto.decisions import Decisions, decisions_of
 from gridformer.parallel.auto.fastest import CAST_BYTES, NORM_LAUNCHES, Load, ProductTimes
-from gridformer.parallel.auto.products import keys_chunks, parameter_bytes
+from gridformer.parallel.auto.products import EXPERTS, keys_chunks, parameter_bytes
 from gridformer.parallel.data.buckets import BUCKET_BYTES
 from gridformer.parallel.pipeline.partition import (
     StageShares,
@@ -180,6 +180,12 @@ class _Step:
             if again and not choice.product.ends_block:
                 backward.add(there, choice.product.count * again)  # with the kernels around it
             layer += self._elements(choice) / n * self.item
+            if choice.product.name == f"{EXPERTS}_up" and self.layout.experts_over:
+                h, k = self.run.model.hidden_size, self.run.model.experts_per_token
+                apart = self.choices.rows * (self.choices.cols if choice.common else 1)
+                sent = self.times.experts(h, k, apart)
+                forward.add(sent, choice.product.count * (1 + again))
+                backward.add(sent, choice.product.count)
             if self.choices.redistributed(choice):
                 sent = self.times.redistributes(choice)
                 forward.add(sent, choice.product.count)

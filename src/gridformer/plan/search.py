@@ -15,7 +15,7 @@ from typing import TypeVar
 from gridformer.cluster.costs import Costs
 from gridformer.cluster.file import Cluster
 from gridformer.config import LayoutConfig, RunConfig, divisors
-from gridformer.memory.layouts import candidates
+from gridformer.memory.layouts import candidates, over_experts
 from gridformer.parallel.auto.decisions import Decisions, decisions_of
 from gridformer.parallel.registry import describe_layout, spec_of
 from gridformer.plan.prediction import Prediction
@@ -160,8 +160,9 @@ class Search:
             fewest = min(divisors(most), key=lambda n: abs(n - min(most, layout.pp)))
             placement = {"devices_per_node": placed, "nodes_per_rack": racked}
             layout = layout.model_copy(update=placement | {"micro_batches": fewest})
-            for mode in modes(layout) if layout_kind(layout) == REPLICAS else [{}]:
-                run = changed(self.run.model_copy(update={"layout": layout}), mode)
+            each = modes(layout) if layout_kind(layout) == REPLICAS else [{}]
+            for one, mode in product(over_experts(self.run.model, layout, node), each):
+                run = changed(self.run.model_copy(update={"layout": one}), mode)
                 if run is not None and spec_of(layout).may_win(run):
                     yield run
 

@@ -124,11 +124,13 @@ class Held(NamedTuple):
 class Read(NamedTuple):
     """The host reads something back from the device, for which it waits until all kernels are done.
 
-    It copies a tensor to the host's memory, or reads a value.
+    It copies a tensor to the host's memory, or reads a value. It may be `needed`, such as the sizes
+    of messages that depend on the data.
     """
 
     place: Place
     copies: bool = False
+    needed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

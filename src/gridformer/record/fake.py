@@ -22,11 +22,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gridformer.models.kernels import grouped
 from gridformer.record.device import NAME
 from gridformer.record.events import Kernel, Read
 from gridformer.record.group import Log
 from gridformer.record.kernels import launched_work
 from gridformer.record.no_compiler import without_compiler
+from gridformer.record.routing import stated
 from gridformer.record.tracker import MemoryTracker
 
 _aten = torch.ops.aten
@@ -52,6 +54,7 @@ _WITH_OFFSET = _ids(
     _aten.set_,
 )
 _COPIES = _ids(torch.ops.aten._to_copy, _aten.copy_)
+_SIZES = grouped.sizes_on_host.default
 _READS = _ids(torch.ops.aten._local_scalar_dense, _aten.item)
 # torch's dispatch without the check for its compiler, which is not used here.
 _real_dispatch = getattr(
@@ -333,6 +336,11 @@ class Watch(TorchDispatchMode):
             if args[0].device.type == NAME:
                 self._read()
             return 1.0 if args[0].is_floating_point() else 1
+        if func is _SIZES:
+            if args[0].device.type == NAME:
+                self._read(needed=True)
+            sizes, rows, experts = args
+            return stated.get().sizes(rows, experts, sizes.shape[1])
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             # Messages change no shapes, and a group without other processes sends nothing.
@@ -359,9 +367,10 @@ class Watch(TorchDispatchMode):
             self.storages.see(args, kwargs, out)
         return out
 
-    def _read(self, copies: bool = False) -> None:
+    def _read(self, copies: bool = False, needed: bool = False) -> None:
         """Notes that the host reads something from the device."""
-        read = Read(self.log.places.here(), copies)
+        place = self.log.places.here()
+        read = Read(place._replace(module="") if needed else place, copies, needed)
         self.log.trace.reads.append(read)
         if self.log.kernels:
             self.log.trace.events.append(read)

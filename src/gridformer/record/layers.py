@@ -53,9 +53,13 @@ def removable(run: RunConfig, decisions: Decisions, kept: int, worth: int | None
     model = run.model
     if run.layout.pp == 1:
         least = min([model.n_layers, *([model.n_decoder_layers] if model.two_stacks else [])])
+        least -= model.dense_layers  # which are unlike the others, and come first
     else:
         stages = stages_of(model, run.layout.n_stages, decisions.choices.work)
-        least = min(_longest(model, stage)[1] for stage in stages)
+        least = min(
+            _longest(model, stage)[1] - sum(1 <= i <= model.dense_layers for i in stage)
+            for stage in stages
+        )
     # A stage with an encoder and a decoder may have fewer recomputed layers of one of them.
     first = min(least, run.train.recompute_layers)
     recomputed = 0 if model.two_stacks and run.layout.pp > 1 else max(0, first - kept)

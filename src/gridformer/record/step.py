@@ -74,7 +74,7 @@ STATES = ("parameters", "gradients", "optimizer")
 # An activation belongs to the innermost of these modules in which it was made.
 _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "attention": (blocks.Attention, blocks.CrossAttention),
-    "feed-forward": (blocks.FeedForward, blocks.GatedFeedForward),
+    "feed-forward": (blocks.FeedForward, blocks.GatedFeedForward, blocks.MixtureOfExperts),
     "norms": (blocks.LayerNorm, blocks.RMSNorm, blocks.HeadNorm, GridNorm),
     "residuals": (blocks.Layer,),
 }

@@ -102,11 +102,16 @@ def _stack(model: ModelConfig, n_layers: int, s: int, source: int = 0) -> tuple[
     h, inner = model.hidden_size, model.n_heads * model.head_width
     both = inner + model.kv_heads * model.head_width
     scores = n_layers * 2 * s * (s + source) * inner
-    last = n_layers * 2 * s * h * model.ffn_size
+    widths = n_layers * model.ffn_size
+    if model.n_experts:
+        widths = model.ffn_widths(model.experts_per_token)
+    last = 2 * s * h * widths
     weights = s * 2 * both * h  # queries and output, keys and values
     if source:
         weights += s * 2 * inner * h + source * 2 * inner * h
-    return n_layers * 2 * weights + 2 * scores + (2 + model.gated) * last, scores, last
+    routers = 2 * s * h * model.n_experts * (n_layers - model.dense_layers)
+    forward = n_layers * 2 * weights + 2 * scores + (2 + model.gated) * last + routers
+    return forward, scores, last
 
 
 def _heads(model: ModelConfig, s: int) -> int:

@@ -58,7 +58,7 @@ def format_count(count: float) -> str:
 def format_value(value: object) -> str:
     """Formats a value as in run files and overrides: `true`, not `True`."""
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(format_value, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

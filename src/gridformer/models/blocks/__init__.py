@@ -34,7 +34,7 @@ from gridformer.models.blocks.embedding import (
     TokenEmbedding,
     UntiedHead,
 )
-from gridformer.models.blocks.experts import Balance, MixtureOfExperts
+from gridformer.models.blocks.experts import Balance, Experts, MixtureOfExperts
 from gridformer.models.blocks.gradient_sum import attach_gradient_slots, gradient_slot
 from gridformer.models.blocks.layer import (
     GatedFeedForward,

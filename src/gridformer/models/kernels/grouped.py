@@ -15,7 +15,7 @@ from gridformer.models.kernels.library import LIBRARY, define
 
 define("grouped_product(Tensor x, Tensor w, Tensor ends) -> Tensor")
 define("grouped_sum(Tensor x, Tensor y, Tensor ends) -> Tensor")
-define("sizes_on_host(Tensor sizes, int rows, int index) -> int[]")
+define("sizes_on_host(Tensor sizes, int rows, int experts) -> int[]")
 grouped_product = torch.ops.gridformer.grouped_product
 grouped_sum = torch.ops.gridformer.grouped_sum
 sizes_on_host = torch.ops.gridformer.sizes_on_host
@@ -59,9 +59,11 @@ def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
 
 
 @torch.library.impl(LIBRARY, "sizes_on_host", "CompositeExplicitAutograd")
-def _(sizes: Tensor, rows: int, index: int) -> list[int]:
+def _(sizes: Tensor, rows: int, experts: int) -> list[int]:
     """Reads how many rows go to and come from each device, int64 [2, devices].
 
-    A record, which knows no sizes, is told how many `rows` go out, and the device's own index.
+    For a record, whose tensors have no values, it says how many `rows` go out, and to how many
+    experts.
     """
-    return sizes.flatten().tolist()
+    numbers: list[int] = sizes.flatten().tolist()
+    return numbers

@@ -21,6 +21,7 @@ from gridformer.mesh.node_placement import NodeBlock, sizes_of
 from gridformer.parallel.auto.cost import Choice, Choices, ScheduleName, Stationary, Timed
 from gridformer.parallel.auto.products import Product
 from gridformer.parallel.registry import spec_of
+from gridformer.parallel.scheme import expert_axes
 from gridformer.utils.units import GIB, format_bytes
 
 SMALL_BYTES = 64 << 20  # operands below this size may always be gathered at once
@@ -52,6 +53,8 @@ _LAUNCH_PRICES = (0.0, 1.0, 0.5, 0.2)  # of a second of the host, which runs ahe
 # Passes over gathered keys and values, forward and backward: they are put in order, and gradients
 # of two segments of queries are added up.
 _KEYS_PASSES = 2, 8
+# Launches of a mixture of experts besides its products, and passes over rows that are sorted.
+_MIXTURE, _SORTS = 30, 6
 _STATISTICS = 8  # bytes that a norm sends for each token: two sums in float32
 
 
@@ -375,6 +378,16 @@ class ProductTimes:
         load.memory, load.launches = self.costs.moved_s(6 * n_bytes), 5.0
         return load
 
+    def experts(self, hidden_size: int, k: int, apart: int) -> Load:
+        """Returns the load of sending tokens to k experts each and back, in one direction.
+
+        Their rows are sorted before and after. `apart` devices have different tokens.
+        """
+        n_bytes = self.work.tokens / apart * k * hidden_size * self.work.itemsize
+        load = Load(memory=self.costs.moved_s(_SORTS * n_bytes), launches=_MIXTURE)
+        load.exposed["experts"] = 2 * self.message("all_to_all", n_bytes, "experts").seconds
+        return load
+
     def message(self, op: Op | None, n_bytes: float, axis: str) -> MessageTime:
         """Returns the time of a message, if there is one; 0 on an axis of one rank.
 
@@ -395,7 +408,8 @@ def _places(
 ) -> dict[str, tuple[GroupPlace, ...]]:
     """Returns where groups of each axis with several ranks lie; of `pp` the pairs of neighbors."""
     within = layout.shard_over
-    key = layout.scheme, *sizes_of(layout), layout.order, layout.common, within, block
+    over = layout.experts_over, layout.experts_dp
+    key = layout.scheme, *sizes_of(layout), layout.order, layout.common, within, block, *over
     if key in costs.axes:
         return costs.axes[key]
     spec, mesh = spec_of(layout), spec_of(layout).ranks(layout, block).numpy()
@@ -414,6 +428,13 @@ def _places(
             if 0 < within < len(line):
                 places[name] = groups.places(tuple(line[:within]))
                 places[f"{name} across"] = groups.places(tuple(line[::within]))
+    if axes := expert_axes(layout):
+        n_dp = layout.experts_dp or layout.dp
+        some = [slice(n_dp) if "dp" in axes else 0]
+        some += [slice(None) if name in axes else 0 for name in spec.mesh]
+        line = mesh[0][tuple(some)]
+        if line.size > 1:
+            places["experts"] = groups.places(tuple(sorted(line.flatten().tolist())))
     if mesh.size > 1:
         places["world"] = groups.places(tuple(range(mesh.size)))
     costs.axes[key] = places

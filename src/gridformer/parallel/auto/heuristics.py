@@ -24,8 +24,9 @@ from gridformer.parallel.auto.fastest import (
     fastest_choices,
     max_chunks,
 )
-from gridformer.parallel.auto.products import Work, blocks_of, keys_chunks, products_of
+from gridformer.parallel.auto.products import EXPERTS, Work, blocks_of, keys_chunks, products_of
 from gridformer.parallel.registry import spec_of
+from gridformer.parallel.scheme import expert_axes
 from gridformer.utils.units import GIB, format_bytes
 
 # Activations are gathered in chunks of about this share of what a device holds, or of this size if
@@ -62,6 +63,7 @@ def decide(
         )
         for product in products_of(model)
     }
+    products |= {name: _over_experts(x, layout) for name, x in products.items() if EXPERTS in name}
     table = 0 if model.tied_head else model.hidden_size * max(1, model.vocab_size)
     parameters = table + sum(choice.elements for choice in products.values())
     shape = spec.boundary(layout).activation_layout
@@ -103,6 +105,21 @@ def decide(
     if not layout.cluster or rows * cols == 1:
         return chosen
     return fastest_choices(chosen, layout, block)
+
+
+def _over_experts(choice: Choice, layout: LayoutConfig) -> Choice:
+    """Returns the choice of a product of experts, of which replicas or the grid have their parts.
+
+    If they lie over the whole grid, a device has whole experts.
+    """
+    axes, (rows, cols) = expert_axes(layout), spec_of(layout).grid(layout)
+    whole = (
+        rows * cols > 1 and (rows == 1 or "row" in axes) and (cols == 1 or {"col", "branch"} & axes)
+    )
+    n = (layout.experts_dp or layout.dp) if "dp" in axes else 1
+    n *= rows * cols if whole else 1
+    product = replace(choice.product, held=choice.product.held / n)
+    return replace(choice, product=product, common=choice.common or bool(whole))
 
 
 def _heads_over_rows(model: ModelConfig, rows: int, cols: int) -> bool:

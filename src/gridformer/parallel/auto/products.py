@@ -14,6 +14,7 @@ from gridformer.config import ModelConfig, RunConfig
 
 Section = Literal["attention", "feed_forward", "head"]
 Reads = Literal["tokens", "source", "sequences"]
+EXPERTS = "experts"  # what names of products of mixtures begin with
 ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
@@ -183,6 +184,11 @@ def _built(sized: ModelConfig) -> list[Product]:
         elif isinstance(module, blocks.Linear):
             name, (n_in, n_out), parts = module.role.product, module.weight.shape, ()
             bias = module.bias is not None
+        elif isinstance(module, blocks.Experts):
+            for one in _of_experts(sized):
+                n = products[one.name].count if one.name in products else 0
+                products[one.name] = replace(one, count=n + 1)
+            continue
         elif isinstance(module, blocks.TiedHead):
             name, n_in, n_out = "head", sized.hidden_size, sized.vocab_size
             parts, bias = (), False
@@ -202,6 +208,19 @@ def _built(sized: ModelConfig) -> list[Product]:
         before = products.get(name)
         products[name] = replace(product, count=before.count + 1) if before else product
     return [*products.values()]
+
+
+def _of_experts(model: ModelConfig) -> list[Product]:
+    """Returns the products of a mixture, as one feed-forward of all that a token passes."""
+    h, f, k = (
+        model.hidden_size,
+        model.experts_per_token * model.expert_size,
+        model.experts_per_token,
+    )
+    held = model.n_experts / k
+    up = Product(f"{EXPERTS}_up", h, 2 * f, 1, True, True, section="feed_forward", held=held)
+    down = Product(f"{EXPERTS}_down", f, h, 1, closes=True, section="feed_forward", held=held)
+    return [up, down]
 
 
 # --------------------------------------------------------------------------- work
