@@ -68,10 +68,12 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"family": "llama", "n_kv_heads": 3, "n_experts": 5, "experts_per_token": 3},
         **{"expert_size": 24, "balance_loss": 0.1, "z_loss": 0.01, "tied_head": False},
     },
+    # Norms over all heads are OLMoE's.
     "DeepSeek experts": {
-        **{"family": "llama", "qk_norm": True, "n_experts": 6, "experts_per_token": 2},
-        **{"expert_size": 24, "shared_size": 48, "dense_layers": 1, "router": "sigmoid"},
-        **{"router_bias": True, "balance_rate": 0.01, "routed_scale": 2.5},
+        **{"family": "llama", "qk_norm": True, "qk_norm_over": "all", "n_experts": 6},
+        **{"experts_per_token": 2, "expert_size": 24, "shared_size": 48, "dense_layers": 1},
+        **{"router": "sigmoid", "router_bias": True, "balance_rate": 0.01, "routed_scale": 2.5},
+        "n_kv_heads": 3,
     },
 }
 PIPELINES = (1, 2, 4)

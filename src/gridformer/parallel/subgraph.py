@@ -229,7 +229,7 @@ class Branched(SchemeSpec):
             return nothing(plain) if choices[plain.up.role.product].common else None
 
         def attention(plain: blocks.Attention | blocks.CrossAttention) -> None:
-            shard_heads(plain, model.config, branch)
+            shard_heads(plain, model.config, axes, "branch")
             if not first:
                 plain.sample_block = branch.index  # it gets the samples of all g processes
 

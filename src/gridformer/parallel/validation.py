@@ -174,6 +174,14 @@ def _replicas(run: RunConfig) -> Iterator[Violation]:
     yield Violation("dp_mode", text, [Fix(lambda: [replicate])])
 
 
+def _norms(run: RunConfig) -> Iterator[Violation]:
+    if run.model.qk_norm and run.model.qk_norm_over == "all" and run.layout.stationary == "weight":
+        text = (
+            "model.qk_norm_over=all: heads are normalized together, which stationary=weight lacks"
+        )
+        yield Violation("norms", text, [_one("layout.stationary", ["auto"])])
+
+
 def _experts(run: RunConfig) -> Iterator[Violation]:
     """Experts lie over axes that there are, and the others shard their inner width."""
     layout, model, spec = run.layout, run.model, spec_of(run.layout)
@@ -446,6 +454,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _divides,
     _batch,
     _sequence_parts,
+    _norms,
     _experts,
     _nodes,
     _racks,

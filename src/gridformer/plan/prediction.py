@@ -155,7 +155,6 @@ def warnings_of(run: RunConfig, cluster: Cluster, dtypes: Iterable[str]) -> list
     for dtype in sorted({*dtypes} - {*cluster.device.peak_tflops}):
         found.append(f"{cluster.name} states no peak rate for products of {dtype}")
     found += routing_notes(run)
-    found += routing_notes(run)
     return found + doubts(cluster, run.layout.n_processes)
 
 

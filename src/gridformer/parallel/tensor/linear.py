@@ -42,6 +42,7 @@ from gridformer.parallel.sharding import (
 )
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
+from gridformer.parallel.tensor.norm import grid_norm
 
 OUTPUT_STATIONARY = ParamPlacement(cut=("row", "col"))
 INPUT_STATIONARY = ParamPlacement(cut=("col", "row"), transposed=True)  # B is read row by row
@@ -134,7 +135,7 @@ def grid_roles(
     head, table = choices["head"], schedules.gathered_weight(choices["head"])
     vocab_size, col = model.config.vocab_size, axes.col
     return {
-        "attention": lambda plain: shard_heads(plain, model.config, col),
+        "attention": lambda plain: shard_heads(plain, model.config, axes, "col"),
         "token_embedding": lambda plain: GridTokenEmbedding(plain, head, table, schedules),
         "tied_head": lambda plain: GridTiedHead(plain, head, table, schedules),
         "label_head": lambda plain: RowParallelLabelHead(plain, axes),
@@ -202,7 +203,7 @@ class GridMergedLinear(blocks.MergedParts):
         for name in plain.names:
             part: MergedPart = getattr(plain, name)
             over = schedules.boundary.col.name
-            weights, biases = merged_placements(part, bias, axes, over)
+            weights, biases = merged_placements(part.pieces, bias, axes, over)
             shard_parameter(part, "weight", weights, axes)
             if part.bias is not None:
                 shard_parameter(part, "bias", biases, axes)
@@ -223,13 +224,13 @@ class GridMergedLinear(blocks.MergedParts):
 
 
 def merged_placements(
-    part: MergedPart, bias: ParamPlacement, axes: Axes, over: str
+    pieces: int, bias: ParamPlacement, axes: Axes, over: str
 ) -> tuple[ParamPlacement, ParamPlacement]:
     """Returns how the weight of a part is sharded, and its bias, given that of other parts.
 
-    `over` is the axis of the columns.
+    `pieces` are those of the part, and `over` is the axis of the columns.
     """
-    names = replicated(axes, part.pieces, over)
+    names = replicated(axes, pieces, over)
     if names is None:
         return OUTPUT_STATIONARY, bias
     weights = ParamPlacement(("row", names.block), copies=names.copy, partial=True)
@@ -239,10 +240,19 @@ def merged_placements(
 
 
 def shard_heads(
-    attention: blocks.Attention | blocks.CrossAttention, model: ModelConfig, axis: Axis
+    attention: blocks.Attention | blocks.CrossAttention, model: ModelConfig, axes: Axes, over: str
 ) -> None:
     """Tells an attention module which of the heads, sharded over an axis, this device has."""
+    axis = axes[over]
     attention.head_block = axis.index
+    for pieces, name in ((0, "q_norm"), (model.kv_heads, "k_norm")):
+        norm = getattr(attention, name, None)
+        if isinstance(norm, blocks.AllHeadsNorm):
+            vector = ParamPlacement((over,), copies="row" if over == "col" else None, partial=True)
+            _, placement = merged_placements(pieces, vector, axes, over)
+            shard_parameter(norm, "weight", placement, axes)
+            # Copies of heads count as often in the sums as in the width.
+            norm.over = lambda x, weight, eps: grid_norm(x, weight, None, eps, axis)
     attention.kv_heads = kv_heads_of(model.n_heads, model.kv_heads, axis.index, axis.size)
 
 

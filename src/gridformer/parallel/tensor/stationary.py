@@ -86,7 +86,7 @@ class StationaryMergedLinear(blocks.MergedParts):
         self.names, self.keep_input = plain.names, keep_input
         for name in plain.names:
             part = getattr(plain, name)
-            weights, biases = merged_placements(part, OPENING_BIAS, axes, axes.col.name)
+            weights, biases = merged_placements(part.pieces, OPENING_BIAS, axes, axes.col.name)
             shard_parameter(part, "weight", weights, axes)
             if part.bias is not None:
                 shard_parameter(part, "bias", biases, axes)
