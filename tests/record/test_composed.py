@@ -41,6 +41,7 @@ FULL = {"recompute": "full"}
 PLACEHOLDER = 8  # bytes of what stands for joined weights; torch frees these in any order
 BY_LAYER = {"update": "in_backward", "clip_by": "layer"}
 BRANCHES = {"scheme": "subgraph", "branches": 2}
+EXPERTS: dict[str, Any] = {"family": "llama", "n_experts": 4, "experts_per_token": 2}
 # Layouts and training settings. The models have ten layers a stage; the names with a star run in
 # `make test`.
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -136,6 +137,20 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # The first pass of a stage adds to gradients of a parameter that T5's decoder shares.
     "shared parameters": ({"pp": 4, "micro_batches": 8, "stages_per_rank": 3}, {"device": "cuda"},
         {"family": "t5", "n_layers": 6, "n_decoder_layers": 18}),
+    # A pass that counts tokens comes first; and layers without experts, which are not left out.
+    "experts*": ({"scheme": "megatron", "cols": 2, "sequence_parallel": True, "dp": 2}
+        | {"experts_over": ["cols", "dp"], "micro_batches": 6},
+        {"device": "cuda", "dtype": "bfloat16"}, {**EXPERTS, "balance_loss": 0.01}),
+    "experts in a pipeline*": (
+        {**MEGATRON, "dp": 4, "dp_mode": "zero1", "experts_over": ["dp"], "experts_dp": 2},
+        {"device": "cuda", **FULL},
+        {**EXPERTS, "dense_layers": 2, "shared_size": 32, "router": "sigmoid", "router_bias": True}),
+    "experts that are counted in a pipeline": ({**MEGATRON, "experts_over": ["cols"]},
+        {"device": "cuda"}, {**EXPERTS, "balance_loss": 0.01}),
+    "experts on a grid": ({**OPTIMUS, "dp": 2, "dp_mode": "fsdp", "experts_over": ["rows"]},
+        {"dtype": "bfloat16"}, EXPERTS),
+    "experts in sub-graphs": ({**BRANCHES, "common": "first", "experts_over": ["branches"]},
+        {"device": "cuda"}, EXPERTS),
 }  # fmt: skip
 
 

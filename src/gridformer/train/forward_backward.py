@@ -155,9 +155,13 @@ class WholeModel:
     def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:
         for number in self.follows or range(len(work)):
             batch = work[number].batch
-            self.model.dropout_rng.at(work[number].rows)
             with self._timed("forward", number):
                 finish(self.model.hidden(batch), batch)
+
+    def count(self, work: Sequence[MicroBatch]) -> None:
+        for micro in work:
+            self.model.dropout_rng.at(micro.rows)
+            self.model.hidden(micro.batch)
 
     def _timed(self, kind: str, micro: int) -> AbstractContextManager[None]:
         return timed(self.on_action, kind, 0, micro, torch.cuda.is_initialized())

@@ -149,9 +149,9 @@ class Stepper:
         if isinstance(self.executor, WholeModel) and len(work) == 1:
             self.executor.before_backward = self._count_experts
             return
-        with torch.no_grad():
-            self.executor.evaluate(work, lambda hidden, batch: None)
-        self._count_experts()
+        with torch.no_grad(), self._timed("count"):
+            self.executor.count(work)
+            self._count_experts()
 
     def _count_experts(self) -> None:
         """Counts the tokens of each expert over the global batch, and counts no more."""

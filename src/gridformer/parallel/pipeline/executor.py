@@ -76,7 +76,7 @@ class Executor:
         self.stage_io = StageIO(model, layout, axes)
         self.channel = P2PChannel(axes, ring=layout.stages_per_rank > 1)
         axes.make_holders(shared_sets(model, axes.pp.size))
-        self._itineraries: dict[tuple[int, bool], tuple[Itinerary, Completed]] = {}
+        self._itineraries: dict[tuple[int, bool, bool], tuple[Itinerary, Completed]] = {}
         self._loading_runs = LOADING_RUNS if self.channel.on_device else 0
         self._n_runs: Counter[Hashable] = Counter()  # by the key of `_kernels_of`
         self.parameters = {
@@ -98,6 +98,13 @@ class Executor:
     def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:
         """Runs forward passes only."""
         _Run(self, work, finish, training=False).go()
+
+    def count(self, work: Sequence[MicroBatch]) -> None:
+        """Runs forward passes before a training step; neither `on_action` nor `follows` count."""
+        before = self.on_action, self.follows
+        self.on_action = self.follows = None
+        _Run(self, work, lambda hidden, batch: None, training=False).go()
+        self.on_action, self.follows = before
 
     def loads(self, training: bool, work: Sequence[MicroBatch]) -> bool:
         """Returns whether a run may load kernels, so that its messages go through the host.
@@ -126,13 +133,14 @@ class Executor:
 
     def itinerary(self, m: int, training: bool) -> tuple[Itinerary, Completed]:
         """Returns this rank's actions for m micro-batches, and the gradients each one completes."""
-        if (m, training) not in self._itineraries:
+        key = m, training, self.follows is None
+        if key not in self._itineraries:
             layout = self.layout
             orders = actions_of(layout.pipeline_order, layout.pp, layout.stages_per_rank, m)
             orders = orders if training else forwards(orders)
             actions = self.follows or Itinerary.of(orders, self.pp.index, layout.n_stages)
-            self._itineraries[m, training] = actions, self._completed(actions)
-        return self._itineraries[m, training]
+            self._itineraries[key] = actions, self._completed(actions)
+        return self._itineraries[key]
 
     def _completed(self, itinerary: Itinerary) -> Completed:
         left: set[nn.Parameter] = set().union(*self.parameters.values())
