@@ -144,7 +144,8 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "experts in a pipeline*": (
         {**MEGATRON, "dp": 4, "dp_mode": "zero1", "experts_over": ["dp"], "experts_dp": 2},
         {"device": "cuda", **FULL},
-        {**EXPERTS, "dense_layers": 2, "shared_size": 32, "router": "sigmoid", "router_bias": True}),
+        {**EXPERTS, "dense_layers": 2, "shared_size": 32}
+        | {"router": "sigmoid", "router_bias": True}),
     "experts that are counted in a pipeline": ({**MEGATRON, "experts_over": ["cols"]},
         {"device": "cuda"}, {**EXPERTS, "balance_loss": 0.01}),
     "experts on a grid": ({**OPTIMUS, "dp": 2, "dp_mode": "fsdp", "experts_over": ["rows"]},

@@ -114,10 +114,11 @@ def graphs() -> int:
 # --------------------------------------------------- the same training
 
 
+@pytest.mark.parametrize("experts", [{}, {"n_experts": 3, "experts_per_token": 2}])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
-def test_a_compiled_llama_has_the_same_gradients(dtype: str) -> None:
+def test_a_compiled_llama_has_the_same_gradients(dtype: str, experts: dict[str, int]) -> None:
     """Its functions with gradients of their own must not return what they change in place."""
-    config = tiny(family="llama", n_kv_heads=4, ffn_size=64, qk_norm=True)
+    config = tiny(family="llama", n_kv_heads=4, ffn_size=64, qk_norm=True, **experts)
     got, want = (train(config, backend, n_steps=2, dtype=dtype) for backend in ("aot_eager", ""))
     assert_same(got, want, 1e-5 if dtype == "float32" else 1e-2)
 

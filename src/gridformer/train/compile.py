@@ -30,6 +30,7 @@ from gridformer.models.blocks import (
     Layer,
     Linear,
     MergedLinear,
+    MixtureOfExperts,
     copy_of,
     scores,
 )
@@ -74,7 +75,9 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
     kinds = (Layer, CrossEntropy)
     parts = [module for module in model.modules() if isinstance(module, kinds)]
     for module in (module for part in parts for module in part.modules()):
-        if type(module).__module__.startswith(parallel.__name__ + "."):
+        # Whose rows depend on the data.
+        mixture = isinstance(module, MixtureOfExperts)
+        if mixture or type(module).__module__.startswith(parallel.__name__ + "."):
             _leave_out_all(type(module))
         kind = type(module)
         if kind in (Linear, MergedLinear):

@@ -92,6 +92,13 @@ def decide(
             + ("redistributes heads" if chosen.heads_over_rows else "gathers keys and values")
             + f" over rows, {format_bytes(chosen.received_keys() * work.itemsize)} per step"
         )
+    if layout.experts_over:
+        apart = rows * (cols if any(choice.common for choice in products.values()) else 1)
+        sent = work.tokens / apart * model.experts_per_token * model.hidden_size * work.itemsize
+        chosen.reasons.append(
+            f"experts: {' x '.join(layout.experts_over)} have different ones; a device sends "
+            f"{format_bytes(sent)} of tokens to them in each layer, and gets as much back"
+        )
     if "stationary" in spec.keys and layout.stationary == "auto":
         chosen.reasons.append(_why_stationary(chosen))
     if chosen.holds_weights:
