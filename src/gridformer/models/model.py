@@ -29,6 +29,7 @@ from gridformer.models.blocks import (
     KVCache,
     LabelLoss,
     LastTokenClassifier,
+    MixtureOfExperts,
     PooledDropout,
     Recompute,
     RecomputeMode,
@@ -319,6 +320,8 @@ class Model(nn.Module):
         for module in self.modules():
             if isinstance(module, AttentionHeads):
                 module.recompute = self.recompute
+            elif isinstance(module, MixtureOfExperts):
+                module.tokens.recompute = self.recompute
 
     def reads_tokens(self, sequence: SequenceRows) -> None:
         """Sets which tokens of every sequence the model gets, if rows of a grid divide them.

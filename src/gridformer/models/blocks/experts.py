@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gridformer.config import ModelConfig
 from gridformer.models.blocks.cast import cast
 from gridformer.models.blocks.linear import GatedProduct, Init, new_parameter
+from gridformer.models.blocks.recompute import Recompute
 from gridformer.models.kernels.grouped import grouped_product, grouped_sum
 from gridformer.utils.torch_private import in_backward
 
@@ -286,6 +287,8 @@ def sorted_rows(x: Tensor, keys: Tensor, k: int = 1) -> tuple[Tensor, Callable[[
 
 class Tokens:
     """How the tokens of a mixture lie on devices: all of them here, [b, s, h] between sections."""
+
+    recompute = Recompute()
 
     def enter(self, x_BSH: Tensor) -> Tensor:
         """Returns the tokens that this device routes, with all of h: [n, h]."""

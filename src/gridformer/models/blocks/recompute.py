@@ -139,6 +139,20 @@ class _KeptAttention:
         return result
 
 
+class _ReadValues:
+    """What the host has read from the device in one run of a block, for its recomputation."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.again: list[Any] | None = None  # those that the recomputation has not taken yet
+
+    def of(self, read: Callable[[], Any]) -> Any:
+        if self.again is not None:
+            return self.again.pop(0)
+        self.values.append(read())
+        return self.values[-1]
+
+
 @dataclass
 class Recompute:
     """Runs the blocks of a model and recomputes their activations as configured.
@@ -156,6 +170,7 @@ class Recompute:
     stops_early: bool = True
     whole: set[nn.Module] = field(default_factory=set)
     _kept: _KeptAttention | None = None
+    _read: _ReadValues | None = None
     _hooks: dict[nn.Module, list[Callable[[Tensor], None]]] = field(default_factory=dict)
 
     def before_backward(self, block: nn.Module, hook: Callable[[Tensor], None]) -> None:
@@ -183,14 +198,16 @@ class Recompute:
         if self.mode not in BLOCKS or block in self.whole or not torch.is_grad_enabled():
             out: Tensor = block(x, *rest)
             return out
-        entering, kept = _Input(x), _KeptAttention()
+        entering, kept, values = _Input(x), _KeptAttention(), _ReadValues()
 
         def run() -> Tensor:  # without arguments, which torch expects to be on one device
             self._kept = kept if self.mode == "except_attention" else None
+            self._read = values
             try:
                 result: Tensor = block(entering.take(), *rest)
             finally:  # torch ends a recomputation by an exception
                 self._kept, kept.again = None, [*kept.results]
+                self._read, values.again = None, [*values.values]
             return result if self.stops_early else _Begin.apply(result)
 
         with set_checkpoint_early_stop(self.stops_early):
@@ -204,6 +221,10 @@ class Recompute:
             return run(*args)
         out: Tensor = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
         return out
+
+    def read(self, read: Callable[[], Any]) -> Any:
+        """Returns what `read()` gets from the device, which a recomputation does not ask again."""
+        return read() if self._read is None else self._read.of(read)
 
     def fused(self, attend: Callable[..., Tensor], *heads: Tensor) -> Tensor:
         """Runs a fused kernel of attention, `attend(*heads)`, of queries, keys and values."""

@@ -120,7 +120,7 @@ class TokensOfGrid(Tokens):
         one = [1] * axis.size
         coming = irregular.all_to_all_rows(counts, one, one, axis, LABEL)
         sizes = torch.stack((counts.sum(1), coming.sum(1)))
-        here = sizes_on_host(sizes, len(rows_SH), len(counts_E))
+        here = self.recompute.read(lambda: sizes_on_host(sizes, len(rows_SH), len(counts_E)))
         sends, receives = here[: axis.size], here[axis.size :]
 
         def moved(x: Tensor, there: list[int], back: list[int]) -> Tensor:
