@@ -78,6 +78,12 @@ SIZES = {  # published N, h and n, and parameters where a paper counts them
     "qwen3-0.6b": (28, 1024, 16, 0.6e9),
     "qwen3-8b": (36, 4096, 32, 8.2e9),
     "qwen3-32b": (64, 5120, 64, 32.8e9),
+    "mixtral-8x7b": (32, 4096, 32, 46_702_792_704),  # as Hugging Face counts them
+    "mixtral-8x22b": (56, 6144, 48, 140_620_634_112),
+    "qwen3-30b-a3b": (48, 2048, 32, 30_532_122_624),
+    "qwen3-235b-a22b": (94, 4096, 64, 235_093_634_560),
+    "olmoe-1b-7b": (16, 2048, 16, 6_919_161_856),
+    "deepseek-v3-shaped": (61, 7168, 128, 671e9),
 }
 
 

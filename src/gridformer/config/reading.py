@@ -313,6 +313,7 @@ EXAMPLES = {
     "data.validation": "data.validation=[{path: data/mine}]",
     "data.test": "data.test=[{path: data/mine}]",
     "layout": "layout.scheme=optimus",
+    "layout.experts_over": "layout.experts_over=[dp]",
     "train": "train.steps=1000",
     "train.loggers": "train.loggers=[wandb]",
     "train.stop_signals": "train.stop_signals=[SIGTERM]",

@@ -13,6 +13,7 @@ from gridformer.models.decoder import GPT2, Llama
 from gridformer.models.encoder_decoder import T5, EncoderDecoder, Transformer
 from gridformer.models.model import LOSSES, Activations, Link, Model
 from gridformer.models.network import NetworkModel
+from gridformer.utils.units import format_count
 
 FAMILIES: dict[Family, type[Model]] = {
     "gpt2": GPT2,
@@ -59,3 +60,14 @@ def count_parameters(config: ModelConfig) -> int:
         for times, model in in_few_layers(config):
             total += times * sum(parameter.numel() for parameter in build_model(model).parameters())
     return total
+
+
+def describe_parameters(config: ModelConfig) -> str:
+    """Returns `7.24B parameters`, or with experts `46.7B parameters, 12.9B for each token`."""
+    total = count_parameters(config)
+    text = f"{format_count(total)} parameters"
+    if not config.n_experts:
+        return text
+    others = (config.n_layers - config.dense_layers) * (config.n_experts - config.experts_per_token)
+    active = total - others * 3 * config.hidden_size * config.expert_size
+    return f"{text}, {format_count(active)} for each token"

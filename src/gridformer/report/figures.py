@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MOST_POINTS = 1200  # of a curve; a screen is not wider
+_MOST_NAMED = 12  # layers; the colors of more show how deep they are
 _SMOOTHING = 0.6  # the weight of the values before
 _RUNS = ("#3b82c4", "#e07b39", "#3fa45b", "#b65aa0", "#c9a227", "#6f6fd8", "#d0504a", "#2aa5a0")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -66,12 +67,15 @@ _KNOWN = (
     Chart("Time of a step", "seconds", ("step_time_s", "data_wait_s"), smooth=True, zero=True),
     Chart("Memory", "GiB at the peak of the fullest process", ("peak_memory_gib",), zero=True),
     Chart("Loss scale", "", ("loss_scale",)),
+    Chart("Fullest expert", "load relative to the mean", ("experts_fullest",), smooth=True),
+    Chart("Experts without tokens", "% of all", ("experts_idle",), 100.0, smooth=True, zero=True),
     Chart("Skipped steps", "since the run began", ("skipped",), zero=True),
     Chart("Saving", "seconds", ("save_s", "save_stall_s"), zero=True),
 )
 _NOT_DRAWN = {"tokens", "rollbacks"}
 _NAMES = {
     "loss": "Training loss",
+    "loss_balance": "Balance of experts",
     "mfu": "MFU",
     "hfu": "HFU",
     "step_time_s": "All of it",
@@ -279,6 +283,37 @@ def decimated(values: Sequence[float], most: int) -> list[int]:
 def _short(value: float) -> float:
     """Returns a value with six digits, which a curve on a screen does not need."""
     return float(f"{value:.6g}")
+
+
+def expert_loads(run: RunReading) -> go.Figure | None:
+    """Returns the load of the fullest expert of each layer; None if the run has no experts."""
+    from plotly.colors import sample_colorscale
+
+    steps, layers = run.expert_loads()
+    if not layers:
+        return None
+    made = figure(380, legend=ABOVE, hovermode="closest")
+    first = run.config.model.dense_layers if run.config else 0
+    depths = [i / max(1, len(layers) - 1) for i in range(len(layers))]
+    for number, (loads, color) in enumerate(zip(layers, sample_colorscale("Bluered", depths))):
+        kept = decimated(loads, MOST_POINTS // 4)
+        made.add_scatter(
+            x=[steps[i] for i in kept],
+            y=[_short(loads[i]) for i in kept],
+            mode="lines+markers" if len(steps) == 1 else "lines",
+            name=f"layers.{first + number}",
+            line={"color": color, "width": 1.5},
+            hovertemplate="%{y:.3g} at step %{x}",
+            showlegend=len(layers) <= _MOST_NAMED,
+        )
+    if len(layers) > _MOST_NAMED:
+        scale = {"colorscale": "Bluered", "cmin": first, "cmax": first + len(layers) - 1}
+        bar = {"colorbar": {"title": "layer"}, "showscale": True, "color": [first], **scale}
+        made.add_scatter(x=[None], y=[None], mode="markers", showlegend=False, marker=bar)
+    made.update_xaxes(title="step")
+    ticks = (1, 1.2, 1.5, 2, 3, 4, 6, 10, 20, 50, 100, 200, 500)
+    made.update_yaxes(title="load relative to the mean", type="log", tickvals=ticks)
+    return made
 
 
 # --------------------------------------------------------------------------- one step

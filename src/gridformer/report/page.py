@@ -56,6 +56,7 @@ def write_report_page(
         _summary(runs),
         _settings(runs, differing=True),
         _curves(runs, drawn),
+        _experts(runs, drawn),
         _history(runs),
         _timelines(runs, traced, drawn),
         _communication(runs, traced, estimates, drawn),
@@ -134,6 +135,21 @@ def _curves(runs: Sequence[RunReading], drawn: dict[str, go.Figure]) -> str:
         "they are dashed. Triangles mark where a run was resumed, crosses steps that were not "
         "finite and saves that failed. Of long runs each curve shows the smallest and the largest "
         f"value of every small part.</p>{_place(drawn, 'curves', figures.curves(runs))}"
+    )
+
+
+def _experts(runs: Sequence[RunReading], drawn: dict[str, go.Figure]) -> str:
+    sections = []
+    for number, run in enumerate(runs):
+        if (loads := figures.expert_loads(run)) is not None:
+            name = f"<h3>{_text(run.label)}</h3>" if len(runs) > 1 else ""
+            sections.append(name + _place(drawn, f"experts-{number}", loads))
+    if not sections:
+        return ""
+    return (
+        "<h2>Experts</h2>"
+        '<p class="note">How many tokens the fullest expert of each layer got, relative to the '
+        "mean of its experts: 1 is an even share.</p>" + "".join(sections)
     )
 
 

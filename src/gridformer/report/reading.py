@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import compress
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple
 
@@ -69,6 +70,20 @@ class RunReading:
         """Returns the steps at which a metric is known, and its values there."""
         lines = [line for line in self.metrics if is_number(line.get(key))]
         return [line["step"] for line in lines], [float(line[key]) for line in lines]
+
+    def expert_loads(self) -> tuple[list[int], list[list[float]]]:
+        """Returns steps, and for each layer with experts the load of its fullest one there.
+
+        1 is the mean load of the layer's experts.
+        """
+        steps, loads = [], []
+        for line in self.metrics:
+            shares = line.get("experts")
+            if isinstance(shares, list) and shares and all(map(_are_shares, shares)):
+                steps.append(line["step"])
+                loads.append([max(layer) * len(layer) / sum(layer) for layer in shares])
+        same = [len(layers) == len(loads[0]) for layers in loads]
+        return [*compress(steps, same)], [[*layer] for layer in zip(*compress(loads, same))]
 
     @property
     def names(self) -> list[str]:
@@ -150,6 +165,13 @@ def readable_lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(values, dict):
             yield values
+
+
+def _are_shares(layer: object) -> bool:
+    """Returns whether these are the shares that the experts of a layer have of its tokens."""
+    if not isinstance(layer, list) or not all(is_number(one) and one >= 0 for one in layer):
+        return False
+    return 0 < sum(layer) < 2
 
 
 def _is_step(step: object) -> bool:

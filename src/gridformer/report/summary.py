@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gridformer.models import count_parameters
+from gridformer.models import describe_parameters
 from gridformer.parallel.registry import describe_layout
 from gridformer.report.figures import words
 from gridformer.report.reading import RunReading, marks_of, settings_table
@@ -42,6 +42,8 @@ def summary(runs: Sequence[RunReading]) -> list[tuple[str, list[str]]]:
         "tokens/s, median": _of("tokens_per_s", lambda values: three_digits(median(values))),
         "MFU, median": _of("mfu", lambda values: f"{median(values):.1%}"),
         "peak of memory": _of("peak_memory_gib", lambda values: f"{max(values):.3g} GiB"),
+        "fullest expert": _of("experts_fullest", _load),
+        "experts without tokens": _of("experts_idle", lambda values: f"{_mean(values):.1%}"),
         "rollbacks": _of("rollbacks", _count),
         "steps skipped for overflow": _of("skipped", _count),
         "steps left out": lambda run: str(sum("left_out" in line for line in run.metrics) or ""),
@@ -59,12 +61,20 @@ def _count(values: list[float]) -> str:
     return format_count(values[-1]) if values[-1] else ""
 
 
+def _mean(values: list[float]) -> float:
+    return fmean(values[-_RECENT:])
+
+
+def _load(values: list[float]) -> str:
+    return f"{_mean(values):.3g} times the mean load (last {min(len(values), _RECENT)} steps)"
+
+
 def _model(run: RunReading) -> str:
     if run.config is None:
         return ""
     model = run.config.model
     name = model.family if model.name == "custom" else model.name
-    return f"{name} ({format_count(count_parameters(model))} parameters)"
+    return f"{name} ({describe_parameters(model)})"
 
 
 def _starts(run: RunReading) -> str:

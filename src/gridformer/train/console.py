@@ -16,7 +16,7 @@ from rich.table import Column
 
 from gridformer.config import FINE_TUNING
 from gridformer.data.samples.batches import alike, remarks
-from gridformer.models import count_parameters
+from gridformer.models import describe_parameters
 from gridformer.parallel.auto.decisions import notes
 from gridformer.parallel.registry import describe_layout
 from gridformer.train.callbacks import Callback, RunEnd, Saved, State
@@ -96,6 +96,8 @@ class Reporter(Callback):
             for key, value in metrics.items()
             if key.startswith("val_bleu")
         ]
+        if "experts_fullest" in metrics:
+            parts.append(f"experts {metrics['experts_fullest']:.1f}x")
         if "tokens_per_s" in metrics:
             parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
             parts.append(_speed(metrics, "GPU" if self.on_gpu else "process"))
@@ -192,8 +194,8 @@ def beside_bar(parts: Sequence[str], width: int, n_steps: int) -> str:
 def title_of(run: RunConfig) -> str:
     """Returns a title such as `demo: demo-4m (3.87M parameters) on optimus 2x2`."""
     model = run.model.family if run.model.name == "custom" else run.model.name
-    size = format_count(count_parameters(run.model))  # this rank may hold only some stages
-    return f"{run.name}: {model} ({size} parameters) on {describe_layout(run.layout)}"
+    size = describe_parameters(run.model)  # this rank may hold only some stages
+    return f"{run.name}: {model} ({size}) on {describe_layout(run.layout)}"
 
 
 def set_losses(run: RunConfig, metrics: Mapping[str, Any]) -> str:

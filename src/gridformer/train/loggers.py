@@ -78,7 +78,7 @@ class TensorBoard(Callback):
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         with writing(self.folder):
             for name, value in metrics.items():
-                if name != "step" and not isinstance(value, str):
+                if name != "step" and not isinstance(value, str | list):
                     self._events.add_scalar(grouped(name), value, metrics["step"])
 
     def on_diverged(self, step: int, why: str, back_to: int | None) -> None:

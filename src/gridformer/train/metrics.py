@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from gridformer.config import FINE_TUNING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 METRICS, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
 PLOT, TENSORBOARD = "loss.png", "tensorboard"
 MOST_BYTES = 8 * GIB  # of metrics.jsonl: a million steps have a third of a GiB
+_SHARES = 512  # of experts in a line, on average
 _NAMES = ("BLEU", "F1", "Matthews", "Pearson", "Spearman")
 _SPELLED = {name.lower(): name for name in _NAMES}
 
@@ -63,6 +65,24 @@ class MetricsFile(Callback):
     def close(self) -> None:
         with writing(self.path):
             self._file.close()
+
+
+def expert_metrics(counts: Sequence[Sequence[int]], step: int) -> dict[str, Any]:
+    """Returns the metrics of the tokens of each expert [L, E] in a step, counted from 0.
+
+    The shares of all experts are among them in every step, or in as many as keep lines short.
+    """
+    if not counts:
+        return {}
+    n_experts, totals = len(counts[0]), [max(1, sum(layer)) for layer in counts]
+    metrics: dict[str, Any] = {
+        "experts_fullest": max(max(layer) * n_experts / n for layer, n in zip(counts, totals)),
+        "experts_idle": fmean(layer.count(0) / n_experts for layer in counts),
+    }
+    if step % -(-len(counts) * n_experts // _SHARES) == 0:
+        shares = [[round(one / n, 5) for one in layer] for layer, n in zip(counts, totals)]
+        metrics["experts"] = shares
+    return metrics
 
 
 class Events(Callback):

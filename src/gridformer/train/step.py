@@ -218,6 +218,7 @@ class Stepper:
             else:
                 self.model.train()
                 self.updates.begin(0.0)
+                self._begin_balance(batch, work, self.scale.scale)
                 losses = self.passes.train(work, counts, self.scale.scale)
                 reduce_gradients(self.parameters, self.axes, self.sums, self.updates.done)
         self.executor.stops_before = stops_before

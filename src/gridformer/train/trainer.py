@@ -37,6 +37,7 @@ from gridformer.train.in_flight_steps import (
 )
 from gridformer.train.journal import Journal
 from gridformer.train.loader import BatchLoader
+from gridformer.train.metrics import expert_metrics
 from gridformer.train.plan import Plan
 from gridformer.train.saves import Saves, intact_checkpoint
 from gridformer.train.step import Stepper
@@ -264,6 +265,7 @@ class Trainer:
             "tokens_per_s": result.tokens / seconds,
             "step_time_s": seconds,
             "data_wait_s": started.data_wait_s,
+            **expert_metrics(result.experts, step),
             **self.utilization.metrics(seconds),
             **peak,
             **self.saves.saver.metrics(),
