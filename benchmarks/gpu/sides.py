@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.checkpoint.convert.kinds import kinds_of
+from gridformer.checkpoint.convert.table import Kind
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig
 from gridformer.mesh import Axes
 from gridformer.parallel import build_parallel
@@ -220,16 +221,21 @@ def hugging_face_state(model: nn.Module, config: ModelConfig) -> dict[str, Tenso
     ours = dict(model.named_parameters())
     return {
         name: tensor
-        for entry in kinds_of(config)[0].entries(config)
+        for entry in _kind(config).entries(config)
         for name, tensor in zip(entry.theirs, entry.form.theirs(ours[entry.ours]))
     }
+
+
+def _kind(config: ModelConfig) -> Kind:
+    """Return the kind of model that it is there; a family has several."""
+    return next(kind for kind in kinds_of(config) if isinstance(kind.write_config(config), dict))
 
 
 def causal_model(config: ModelConfig) -> Any:
     """Return transformers' new model of a config of ours, with fused attention."""
     import transformers
 
-    kind = next(kind for kind in kinds_of(config) if isinstance(kind.write_config(config), dict))
+    kind = _kind(config)
     keys = kind.write_config(config)
     assert isinstance(keys, dict)
     more = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
