@@ -5,7 +5,7 @@ Losses, every gradient and the weights after three steps of AdamW are compared i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,10 +26,9 @@ from gridformer.parallel.tensor.summa import Sharded
 from gridformer.prove import check_with_inputs, compare
 from gridformer.utils.errors import ConfigError
 from tests.support.marks import full_unless
+from tests.support.multirank.expert_networks import Made, causal, deepseek, mixtral
 from tests.support.multirank.nccl_path import on_nccl
 from tests.support.multirank.pool import WorkerPool
-
-Made = tuple[nn.Module, Any, Mapping[str, str] | None]
 
 
 class Attention(nn.Module):
@@ -112,19 +111,12 @@ def decoder() -> Made:
     return own_model.network()
 
 
-def _causal(kind: str, config: Any, words: int, **more: Any) -> tuple[nn.Module, Any]:
-    transformers = pytest.importorskip("transformers")
-    model = getattr(transformers, kind)(config(vocab_size=words, use_cache=False, **more))
-    tokens = torch.randint(words, (8, 12), generator=torch.Generator().manual_seed(1))
-    return model, {"input_ids": tokens, "labels": tokens}
-
-
 def llama() -> Made:
     """Its own plan; two heads of keys; 97 words, which nothing divides."""
     config = pytest.importorskip("transformers").LlamaConfig
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return (*_causal("LlamaForCausalLM", config, 97, **sizes, **heads), None)
+    return (*causal("LlamaForCausalLM", config, 97, **sizes, **heads), None)
 
 
 def padded() -> Made:
@@ -140,17 +132,7 @@ def gpt2() -> Made:
     config = pytest.importorskip("transformers").GPT2Config
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
-    return (*_causal("GPT2LMHeadModel", config, 97, **sizes, **rates), GPT2_PLAN)
-
-
-MOE = {"num_experts_per_tok": 2, "hidden_size": 32, "num_hidden_layers": 2}
-
-
-def mixtral() -> Made:
-    """Five experts of two matrices, one of them fused; two heads of keys."""
-    config = pytest.importorskip("transformers").MixtralConfig
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
-    return (*_causal("MixtralForCausalLM", config, 97, **MOE, **heads, num_local_experts=5), None)
+    return (*causal("GPT2LMHeadModel", config, 97, **sizes, **rates), GPT2_PLAN)
 
 
 def aria() -> Made:
@@ -159,17 +141,7 @@ def aria() -> Made:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
     experts = {"moe_num_experts": 4, "moe_topk": 2, "pad_token_id": 0}
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, **heads, **experts}
-    return (*_causal("AriaTextForCausalLM", config, 97, **sizes), None)
-
-
-def deepseek() -> Made:
-    """Latent attention, a dense layer, then experts with shared ones beside them."""
-    config = pytest.importorskip("transformers").DeepseekV3Config
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48}
-    latent = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
-    routed = {"n_routed_experts": 6, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}
-    more = {**heads, **latent, **routed, "v_head_dim": 10, "first_k_dense_replace": 1}
-    return (*_causal("DeepseekV3ForCausalLM", config, 97, **MOE, **more), None)
+    return (*causal("AriaTextForCausalLM", config, 97, **sizes), None)
 
 
 class Crossing(nn.Module):

@@ -155,6 +155,13 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         {"scheme": "optimus", **GRID, "rows_over": "sequence"}),
     "experts, stages without layers": ("Mixtral, experts",
         {"scheme": "megatron", "cols": 2, "sequence_parallel": True, "pp": 4, "micro_batches": 2}),
+    "experts, over columns and replicas of stages": ("Mixtral, experts",
+        {"scheme": "megatron", "cols": 2, "pp": 2, "dp": 2, "micro_batches": 2, "dp_mode": "fsdp",
+            "experts_over": ["cols", "dp"]}),
+    "experts, over rows that divide sequences": ("Mixtral, experts",
+        {"scheme": "optimus", **GRID, "rows_over": "sequence", "experts_over": ["rows"]}),
+    "experts, over groups of replicas": ("Mixtral, experts",
+        {"dp": 4, "dp_mode": "fsdp", "experts_over": ["dp"], "experts_dp": 2}),
     **{
         f"experts, of which replicas have rows, {mode}": (
             "Mixtral, two experts",
@@ -175,7 +182,8 @@ def test_other_networks_equal_one_device(pool: WorkerPool, tmp_path: Path, case:
     with pool.limit(280.0):
         # Experts travel as they do over NCCL.
         how = (on_nccl,) * ("experts" in case)
-        found = pool.run(n, *how, own_networks.in_double, compare, layout, model, dict(SETTINGS), 2)
+        settings = SETTINGS | ({"recompute": "full"} if "experts_over" in layout else {})
+        found = pool.run(n, *how, own_networks.in_double, compare, layout, model, settings, 2)
         worst_of(found)
 
 

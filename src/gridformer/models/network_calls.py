@@ -20,7 +20,7 @@ from gridformer.config import ModelConfig
 from gridformer.config.factory import logits_of
 from gridformer.models.blocks.attention import AttentionHeads
 from gridformer.models.blocks.dropout import DropoutRng
-from gridformer.models.blocks.experts import expert_product
+from gridformer.models.blocks.experts import Tokens, counts_of, expert_product, sorted_rows
 from gridformer.models.blocks.scores import ScoreBias, Window, added_to_scores
 from gridformer.utils.tensors import TensorAttribute
 
@@ -240,19 +240,28 @@ def group_experts(network: Any) -> None:
 
 
 def _grouped(experts: Any, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Computes experts as transformers calls them: tokens x, for each K experts and weights."""
-    n_chosen = index_TK.shape[1]
-    sorted_S, order_S = torch.sort(index_TK.flatten(), stable=True)
-    every = torch.arange(experts.num_experts, device=x_TH.device)
-    ends = torch.searchsorted(sorted_S, every, right=True, out_int32=True)
+    """Computes experts as transformers calls them: tokens x, for each K experts and weights.
 
-    def product(x: Tensor, name: str) -> Tensor:
+    `experts.tokens` says where the experts are, if not all of them are here.
+    """
+
+    def product(x: Tensor, name: str, ends: Tensor) -> Tensor:
         w = getattr(experts, name)
         y = expert_product(x, w if experts.is_transposed else w.transpose(1, 2), ends)
+        if experts.has_bias:
+            counts = ends.diff(prepend=ends.new_zeros(1))
+            bias = getattr(experts, f"{name}_bias")
+            y = y + bias.repeat_interleave(counts, 0, output_size=len(y))
         n_parts = getattr(experts, "alternating", {}).get(name, 1)
         return y.unflatten(-1, (-1, n_parts)).transpose(-1, -2).flatten(-2) if n_parts > 1 else y
 
-    y = product(x_TH[order_S // n_chosen], "gate_up_proj" if experts.has_gate else "up_proj")
-    y = product(experts._apply_gate(y) if experts.has_gate else experts.act_fn(y), "down_proj")
-    spread = torch.zeros_like(y).index_copy(0, order_S, y).unflatten(0, (-1, n_chosen))
-    return (weight_TK.to(y.dtype).unsqueeze(1) @ spread).squeeze(1)
+    def compute(x: Tensor, ends: Tensor) -> Tensor:
+        y = product(x, "gate_up_proj" if experts.has_gate else "up_proj", ends)
+        y = experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)
+        return product(y, "down_proj", ends)
+
+    tokens = getattr(experts, "tokens", None) or Tokens()
+    rows, restore = sorted_rows(x_TH, index_TK.flatten(), index_TK.shape[1])
+    results = restore(tokens.compute(rows, counts_of(index_TK, experts.num_experts), compute))
+    y_TKH = results.unflatten(0, index_TK.shape)
+    return (weight_TK.to(y_TKH.dtype).unsqueeze(1) @ y_TKH).squeeze(1)

@@ -66,7 +66,7 @@ def violations(run: RunConfig) -> list[Violation]:
 def layout_problems(layout: LayoutConfig) -> list[str]:
     """Returns what is wrong with a layout by itself, whatever runs on it."""
     run = RunConfig.model_construct(layout=layout)
-    rules = (_axes, _keys, _kept, _replicas, _nodes, _racks)
+    rules = (_axes, _keys, _kept, _replicas, _expert_axes, _nodes, _racks)
     return [broken.text for rule in rules for broken in rule(run)]
 
 
@@ -182,15 +182,12 @@ def _norms(run: RunConfig) -> Iterator[Violation]:
         yield Violation("norms", text, [_one("layout.stationary", ["auto"])])
 
 
-def _experts(run: RunConfig) -> Iterator[Violation]:
-    """Experts lie over axes that there are, and the others shard their inner width."""
-    layout, model, spec = run.layout, run.model, spec_of(run.layout)
+def _expert_axes(run: RunConfig) -> Iterator[Violation]:
+    """Experts lie over axes that there are."""
+    layout, spec = run.layout, spec_of(run.layout)
     over, n = layout.experts_over, layout.experts_dp
     none = _one("layout.experts_over", [[]])
-    if over and not model.n_experts:
-        text = f"layout.experts_over={format_value(over)}: the model has no experts"
-        yield Violation("no experts", text, [none])
-    elif strange := [key for key in over if key not in (*spec.axes, "dp")]:
+    if strange := [key for key in over if key not in (*spec.axes, "dp")]:
         text = f"layout.experts_over={format_value(over)}: scheme={spec.name} has no {strange[0]}"
         yield Violation("experts axes", text, [_one("layout.experts_over", [[*spec.axes, "dp"]])])
     if n and ("dp" not in over or layout.dp % n):
@@ -206,6 +203,15 @@ def _experts(run: RunConfig) -> Iterator[Violation]:
             f"{text} both divide the replicas into groups",
             [_one("layout.shard_over", [0]), none],
         )
+
+
+def _experts(run: RunConfig) -> Iterator[Violation]:
+    """Axes over which no experts lie shard their inner width."""
+    layout, model, spec = run.layout, run.model, spec_of(run.layout)
+    over, none = layout.experts_over, _one("layout.experts_over", [[]])
+    if over and not model.n_experts and model.family != "network":
+        text = f"layout.experts_over={format_value(over)}: the model has no experts"
+        yield Violation("no experts", text, [none])
     if not model.n_experts:
         return
     boundary = spec.boundary(layout)
@@ -455,6 +461,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _batch,
     _sequence_parts,
     _norms,
+    _expert_axes,
     _experts,
     _nodes,
     _racks,

@@ -146,8 +146,7 @@ class Router(nn.Module):
         if config.normalized_gates:
             gate_NK = gate_NK / (gate_NK.sum(-1, keepdim=True) + _TINY[config.router])
         gate_NK = gate_NK * config.routed_scale
-        flat = expert_NK.flatten()
-        counts_E = flat.new_zeros(config.n_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        counts_E = counts_of(expert_NK, config.n_experts)
         if self.bias is not None:
             gate_NK = _BesideBias.apply(gate_NK, self.bias)
         if self.training:
@@ -285,6 +284,16 @@ def sorted_rows(x: Tensor, keys: Tensor, k: int = 1) -> tuple[Tensor, Callable[[
     return rows, restore
 
 
+# Computes rows [S, h], sorted by expert, of which those of expert e end at `ends[e]`, int32 [E].
+ComputeRows = Callable[[Tensor, Tensor], Tensor]
+
+
+def counts_of(expert_NK: Tensor, n_experts: int) -> Tensor:
+    """Returns how many of n tokens, of which each has k experts, each expert has [E]."""
+    flat = expert_NK.flatten()
+    return flat.new_zeros(n_experts).scatter_add_(0, flat, torch.ones_like(flat))
+
+
 class Tokens:
     """How the tokens of a mixture lie on devices: all of them here, [b, s, h] between sections."""
 
@@ -298,10 +307,9 @@ class Tokens:
         """Returns their results as x lies; partial sums are added up."""
         return y_NH.view(x_BSH.shape)
 
-    def compute(self, rows_SH: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
+    def compute(self, rows_SH: Tensor, counts_E: Tensor, experts: ComputeRows) -> Tensor:
         """Computes rows [S, h], sorted by expert, of which counts [E] tells how many each has."""
-        out: Tensor = experts(rows_SH, counts_E.cumsum(0).to(torch.int32))
-        return out
+        return experts(rows_SH, counts_E.cumsum(0).to(torch.int32))
 
 
 class MixtureOfExperts(nn.Module):

@@ -30,13 +30,14 @@ from gridformer.parallel.data.fsdp import materialized
 from gridformer.parallel.network.plan import PlanRole, is_conv1d
 from gridformer.parallel.sharding import ParamPlacement
 from gridformer.parallel.tensor import summa
+from gridformer.parallel.tensor.experts import AXIS, COPIES, Lies, TokensOfGrid
 from gridformer.parallel.tensor.norm import grid_norm
 from gridformer.parallel.tensor.summa import Replicated, Sharded
 from gridformer.utils.tensors import TensorAttribute, map_tensors
 
-# Places a parameter of a module, by its name there. The last argument is the order in which the
-# indices of dimension 0, or 1 of a Conv1D, are dealt out, if it is another one.
-Place = Callable[[nn.Module, str, ParamPlacement, Tensor | None], None]
+# Places a parameter of a module, by its name there. The last argument is a dimension and the order
+# in which its indices are dealt out, if it is another one.
+Place = Callable[[nn.Module, str, ParamPlacement, tuple[int, Tensor] | None], None]
 
 # --------------------------------------------------------------------------- ends of sections
 
@@ -101,9 +102,11 @@ class _Product(nn.Module):
         self.bias: nn.Parameter | None = plain.bias  # type: ignore[assignment]
         axes = cut_[::-1] if self.turned else cut_
         padding = (0, pad) if self.turned else (pad, 0)
-        place(self, "weight", ParamPlacement(axes, pad=padding), order)
+        ordered = None if order is None else (int(self.turned), order)
+        place(self, "weight", ParamPlacement(axes, pad=padding), ordered)
         if self.bias is not None:
-            place(self, "bias", replace(bias, pad=(pad,) if pad else ()), order)
+            ordered = None if order is None else (0, order)
+            place(self, "bias", replace(bias, pad=(pad,) if pad else ()), ordered)
 
     def weight_IO(self) -> Tensor:
         return self.weight if self.turned else transposed(self.weight)
@@ -246,7 +249,7 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hooks for key, hooks in vars(module).items() if key.endswith(ends))
 
 
-class Whole(nn.Module):
+class WholeLinear(nn.Module):
     """y = x Wᵀ + b, the same on every device."""
 
     cast_parameters = ("weight", "bias")
@@ -332,15 +335,17 @@ class ReadCast(nn.Module):
         return value
 
 
-class Experts(ReadCast):
+class ShardedExperts(ReadCast):
     """Comes before the class of experts, whose matrices [experts, out, in], or transposed, are
     sharded.
 
-    Every column of devices has a part of each expert, and computes a part of the sum. A matrix that
-    rows of devices shard is gathered for each pass.
+    Every column of devices has a part of each expert, and computes a part of the sum; or columns
+    have different experts, and each takes a part of the tokens, which all of them have. A matrix
+    that rows of devices shard is gathered for each pass.
 
     Attributes:
-        matrices: The roles of the matrices.
+        tokens: Brings tokens to the devices that have their experts.
+        matrices: The roles of the matrices, and of biases [experts, out].
         alternating: Of how many parts the rows of a matrix alternate, if there are several.
         grouped: Whether the code that runs knows of `alternating`.
     """
@@ -349,20 +354,30 @@ class Experts(ReadCast):
     alternating: dict[str, int]
     grouped: bool
     axes: Axes
+    tokens: TokensOfGrid
+    shared_by: tuple[str | None, str | None]  # rows and columns, unless they have different experts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        whole = Replicated(self.axes.col)
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        whole, divided = Replicated(self.axes.col), self.tokens.lies == "whole"
 
         def entered(x: Any) -> Any:
+            if divided and isinstance(x, Tensor):
+                return self.tokens.enter(x)
             return enter(x, whole) if isinstance(x, Tensor) and x.is_floating_point() else x
 
         kwargs = {name: entered(x) for name, x in kwargs.items()}
-        return leave(super().__call__(*map(entered, args), **kwargs), whole)
+        y = super().__call__(*map(entered, args), **kwargs)
+        return self.tokens.leave(y, given[_first(given)]) if divided else leave(y, whole)
 
     def read(self, name: str, value: Tensor) -> Tensor:
-        role = self.matrices[name]
+        role, (rows, cols) = self.matrices[name], self.shared_by
         outside, inside = (2, 1) if (role.kind == "opening") != role.turned else (1, 2)
-        value = enter(value, Sharded(self.axes.row, outside))
+        if value.dim() == 2:  # what closes is a partial sum, to which one column adds the bias
+            adds, inside = role.kind == "opening" or not cols or self.axes.col.index == 0, 1
+            value = value if adds else value * 0.0
+        elif rows is not None:
+            value = enter(value, Sharded(self.axes.row, outside))
         if name in self.alternating and not self.grouped:
             parts = value.unflatten(inside, (-1, self.alternating[name]))
             value = parts.transpose(inside, inside + 1).flatten(inside, inside + 1)
@@ -370,22 +385,39 @@ class Experts(ReadCast):
 
 
 def shard_experts(
-    experts: nn.Module, matrices: dict[str, PlanRole], place: Place, axes: Axes
+    experts: nn.Module, matrices: dict[str, PlanRole], place: Place, axes: Axes, over: set[str]
 ) -> None:
-    """Shards the matrices of experts, which have roles, and lets their code read its parts."""
+    """Shards the matrices of experts, which have roles, and lets their code read its parts.
+
+    Devices along the mesh axes `over` have different experts.
+    """
+    number = axes.further.get(AXIS, Axis(AXIS))
+    first, replicas = AXIS if number.size > 1 else None, COPIES if "dp" in over else "dp"
+    cols, rows = (None if axes[key].name in over else key for key in ("col", "row"))
+    lies: Lies = "section" if cols or axes.col.size == 1 else "whole"
+    n_experts = len(experts.get_parameter(next(iter(matrices))))
+    tokens = TokensOfGrid(axes.col, lies, Replicated(axes.col), number, n_experts)
     alternating = {}
     for name, role in matrices.items():
-        shape = experts.get_parameter(name).shape
+        shape, opens = experts.get_parameter(name).shape, role.kind == "opening"
         widths, order = role.widths(shape[2 if role.turned else 1]), None
         if len(widths) > 1 and getattr(experts, "is_concatenated", True):  # else they alternate
-            alternating[name], order = len(widths), order_of_parts(widths, widths[0])
-        rows_first = (role.kind == "opening") == role.turned
-        cut_ = (None, "row", "col") if rows_first else (None, "col", "row")
-        place(experts, name, ParamPlacement(cut_), order)
+            alternating[name] = len(widths)
+            order = 2 if role.turned else 1, order_of_parts(widths, widths[0])
+        cut_: tuple[str | None, ...]
+        cut_ = (first, rows, cols) if opens == role.turned else (first, cols, rows)
+        held = list[str]()  # the axes along which devices have the same
+        if len(shape) == 2:
+            cut_ = first, cols if opens else None
+            along = rows, None if opens else cols
+            held = [axes[key].name for key in along if key and axes[key].size > 1]
+        copies = "grid" if len(held) > 1 else next(iter(held), None)
+        place(experts, name, ParamPlacement(cut_, copies, copies is not None, replicas), order)
     config = getattr(experts, "config", None)
     grouped = getattr(config, "_experts_implementation", None) == "gridformer"
-    read_cast(experts, (*matrices,), Experts)
+    read_cast(experts, (*matrices,), ShardedExperts)
     vars(experts).update(matrices=matrices, alternating=alternating, grouped=grouped, axes=axes)
+    vars(experts).update(tokens=tokens, shared_by=(rows, cols))
 
 
 def read_cast(module: nn.Module, names: tuple[str, ...], how: Any = ReadCast) -> None:

@@ -9,7 +9,9 @@ A plan maps patterns to roles. A pattern is a name in `named_modules()`, or of a
     head             an opening product whose results are gathered, such as the head of logits
     closing          a product that reads such columns, and whose partial sums are added up
     closing split    a closing product that is given whole activations, and reads its columns
-    opening transposed, closing transposed: a matrix of experts [experts, in, out]
+    experts          a module of which devices along layout.experts_over have different experts, and
+                     others parts of each; its matrices [experts, out, in] open and close
+    opening transposed, closing transposed: such a matrix [experts, in, out]
     embedding        a table of which every column of devices has some rows
     norm             over the width of the residual; LayerNorm and RMSNorm are found without a plan
     norm sharded     over all columns of an opening product, of which a device has some
@@ -19,7 +21,8 @@ A plan maps patterns to roles. A pattern is a name in `named_modules()`, or of a
     heads: a, b      attributes a, b of a module count heads or columns, and are divided by the
                      number of columns of devices
 
-`default_plan` reads the plan that a transformers model carries for tensor parallelism.
+`default_plan` reads the plan that a transformers model carries for tensor parallelism, and that for
+expert parallelism where only this one has the experts.
 """
 
 from __future__ import annotations
@@ -182,11 +185,10 @@ def default_plan(network: nn.Module) -> dict[str, str] | None:
 
     Kinds of its plan that have no role here keep their name, so that they are refused by it.
     """
-    carried = getattr(network, "tp_plan", None) or {}
-    if not isinstance(carried, Mapping) or not any("*" in pattern for pattern in carried):
+    carried, modules = getattr(network, "tp_plan", None) or {}, dict(network.named_modules())
+    plan = _of_dispatched(modules, getattr(network, "ep_plan", None) or {}, carried)
+    if not isinstance(carried, Mapping) or not any("*" in one for one in (*carried, *plan)):
         return None
-    modules = dict(network.named_modules())
-    plan = {}
     for pattern, kind in carried.items():
         matches = [module for name, module in modules.items() if fnmatchcase(name, pattern)]
         role = _OF_TRANSFORMERS.get(kind, f"transformers' {kind}")
@@ -203,6 +205,25 @@ def default_plan(network: nn.Module) -> dict[str, str] | None:
     for more in (_of_tied, _of_norms, _of_latent):
         plan |= more(modules, plan)
     return plan
+
+
+def _of_dispatched(
+    modules: Mapping[str, nn.Module], dispatched: Mapping[str, str], carried: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the roles of experts that a plan for expert parallelism alone has."""
+    found: dict[str, str] = {}
+    for pattern, kind in dispatched.items() if isinstance(dispatched, Mapping) else ():
+        experts: Any = next((m for name, m in modules.items() if fnmatchcase(name, pattern)), None)
+        known = kind != "ep_dispatch_experts" or pattern in carried
+        if known or experts is None or experts.has_post_expert_norm:
+            continue
+        turned, parts = " transposed" * experts.is_transposed, ": 2 parts" * experts.has_gate
+        first = f"{pattern}.gate_up_proj" if experts.has_gate else f"{pattern}.up_proj"
+        found |= {pattern: "experts", first: f"opening{turned}{parts}"}
+        found[f"{pattern}.down_proj"] = f"closing{turned}"
+        if experts.has_bias:
+            found |= {f"{first}_bias": f"opening{parts}", f"{pattern}.down_proj_bias": "closing"}
+    return found
 
 
 def _of_latent(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> dict[str, str]:
@@ -341,9 +362,9 @@ def _whole(modules: Mapping[str, nn.Module], roles: Roles) -> list[str]:
 
 
 def _is_of_experts(name: str, network: nn.Module, parsed: Mapping[str, PlanRole]) -> bool:
-    """Whether a parameter is a matrix of each of several experts."""
+    """Whether a parameter is a matrix of each of several experts, or a bias."""
     given = _given(name.rpartition(".")[0], parsed)
-    return network.get_parameter(name).dim() == 3 and given is not None and given.kind == "experts"
+    return network.get_parameter(name).dim() > 1 and given is not None and given.kind == "experts"
 
 
 def _given(name: str, parsed: Mapping[str, Role]) -> Role | None:

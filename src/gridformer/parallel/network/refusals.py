@@ -34,6 +34,7 @@ from gridformer.parallel.network.plan import (
 from gridformer.parallel.registry import spec_of
 from gridformer.parallel.validation import check_layout, layout_problems
 from gridformer.utils.errors import ConfigError, UserError
+from gridformer.utils.units import format_value
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # What layers read whole, by the ends of its names, beside a part of tokens (s) or of features (h).
@@ -195,6 +196,8 @@ def _problems(module: nn.Module, roles: Roles, layout: LayoutConfig, pp: int = 1
     if roles.problems:
         return
     modules = dict(module.named_modules(remove_duplicate=False))
+    if layout.experts_over:
+        yield from _of_different_experts(module, modules, roles, layout)
     between = spec_of(layout).boundary(layout).activation_layout
     roles = roles.for_samples() if between == "b" else roles
     key, n = columns_of(layout)
@@ -404,17 +407,39 @@ def _of_module(
             yield f"{name}: {size} {what} do not divide by layout.{axis}={n}"
 
 
+def _of_different_experts(
+    network: nn.Module, modules: Mapping[str, nn.Module], roles: Roles, layout: LayoutConfig
+) -> Iterator[str]:
+    """Devices can have different experts where transformers lets others compute them."""
+    said = f"layout.experts_over={format_value(layout.experts_over)}"
+    experts = [name for name, role in roles.modules.items() if role.kind == "experts"]
+    if not experts:
+        yield f"{said}: the plan of {type(network).__name__} has no experts: leave it out"
+    for name in experts:
+        module: Any = modules[name]
+        if not hasattr(network, "set_experts_implementation") or not hasattr(module, "has_bias"):
+            why = "its own code chooses among all experts"
+        elif module.has_post_expert_norm:
+            why = "experts have a norm of their own"
+        else:
+            continue
+        yield f"{said}: {name} ({type(module).__name__}): {why}: leave it out"
+
+
 def _of_experts(name: str, module: nn.Module, roles: Roles, layout: LayoutConfig) -> Iterator[str]:
-    """Every expert's matrices [out, in] are shared by columns of devices, and by rows."""
+    """Columns of devices share every expert's matrices [out, in], and so do rows, unless they have
+    different experts."""
     key, cols = columns_of(layout)
+    cols = 1 if key in layout.experts_over else cols
+    rows = 1 if "rows" in layout.experts_over else layout.rows
     for leaf, parameter in module.named_parameters(recurse=False):
         role = roles.parameters.get(f"{name}.{leaf}")
-        if role is None:
+        if role is None or parameter.dim() == 2:  # a bias is as wide as its matrix
             continue
         n_out, n_in = parameter.shape[1:] if not role.turned else parameter.shape[:0:-1]
         between, outer = (role.widths(n_out), n_in) if role.kind == "opening" else ((n_in,), n_out)
         sizes = [(width, key, cols) for width in dict.fromkeys(between)]
-        for size, axis, n in (*sizes, (outer, "rows", layout.rows)):
+        for size, axis, n in (*sizes, (outer, "rows", rows)):
             if size % n:
                 shape = [*parameter.shape]
                 yield f"{name}.{leaf} {shape}: {size} does not divide by layout.{axis}={n}"

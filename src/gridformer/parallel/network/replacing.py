@@ -17,6 +17,7 @@ from gridformer.models.network_calls import group_experts, rotate_in
 from gridformer.parallel.network import modules as parts
 from gridformer.parallel.network.plan import PlanRole, Roles, holder_of, roles_of
 from gridformer.parallel.registry import spec_of
+from gridformer.parallel.scheme import expert_axes
 from gridformer.parallel.sharding import ParamPlacement, is_sharded, shard_parameter
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
@@ -54,6 +55,7 @@ class Sharding:
             roles, axes = roles.for_samples(), replace(axes, col=axes.branch)
         self.axes = axes
         self.boundary = boundary_of(boundary, axes)
+        self.experts_over = expert_axes(layout)
         self.whole = Replicated(axes.col)
         sharded: Any = self.boundary if isinstance(self.boundary, Sharded) else None
         self._beside = parts.Beside(sharded) if sharded else None
@@ -139,7 +141,7 @@ class Sharding:
             if role.kind == "experts":
                 leaves = [leaf for leaf, _ in plain.named_parameters(recurse=False)]
                 matrices = {leaf: roles.parameters[f"{name}.{leaf}"] for leaf in leaves}
-                parts.shard_experts(plain, matrices, self._place, self.axes)
+                parts.shard_experts(plain, matrices, self._place, self.axes, self.experts_over)
                 made[plain] = plain
             if plain not in made:
                 key: tuple[Any, ...] = (holder, inside)
@@ -194,7 +196,7 @@ class Sharding:
     ) -> nn.Module:
         """Returns the form of a module that sends nothing, except for a norm over an axis."""
         if type(plain) is nn.Linear and not parts.has_hooks(plain):
-            return parts.Whole(plain, placement, self._place)
+            return parts.WholeLinear(plain, placement, self._place)
         known = parts.known_norm(plain)
         if known is not None:
             return parts.Norm(plain, known, axis or Axis("col"), placement, self._place, width)
@@ -210,7 +212,7 @@ class Sharding:
         owner: nn.Module,
         name: str,
         placement: ParamPlacement,
-        order: Tensor | None = None,
+        order: tuple[int, Tensor] | None = None,
     ) -> None:
         """Replaces a whole parameter by this device's block of it; see `parts.Place`."""
         whole = owner.get_parameter(name)
@@ -226,7 +228,7 @@ class Sharding:
         local.requires_grad = whole.requires_grad
         self._placed[whole] = local
         if order is not None:
-            self._orders[local] = placement.cut.index("col"), order
+            self._orders[local] = order
         if equal:
             self._equal.add(local)
 

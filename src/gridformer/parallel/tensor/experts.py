@@ -29,7 +29,7 @@ from gridformer.comm import autograd, irregular
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.models.blocks import MixtureOfExperts
-from gridformer.models.blocks.experts import Experts, Router, Tokens, Whole, sorted_rows
+from gridformer.models.blocks.experts import ComputeRows, Router, Tokens, Whole, sorted_rows
 from gridformer.models.kernels.grouped import sizes_on_host
 from gridformer.parallel.data.zero import own_part
 from gridformer.parallel.scheme import BoundarySpec, expert_axes
@@ -111,7 +111,7 @@ class TokensOfGrid(Tokens):
                 return self._only_first(y_NH, x_BSH.shape, None)
         return y_NH.view(x_BSH.shape)
 
-    def compute(self, rows_SH: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
+    def compute(self, rows_SH: Tensor, counts_E: Tensor, experts: ComputeRows) -> Tensor:
         """Sends rows to their experts: forward all-to-all of rows, backward of their gradients."""
         axis = self.experts
         if axis.size == 1:
