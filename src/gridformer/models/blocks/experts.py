@@ -229,16 +229,18 @@ def expert_product(x: Tensor, weight: Tensor, ends: Tensor, whole: Whole | None 
 class _ExpertProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, whole: Whole) -> Tensor:
-        ctx.save_for_backward(x, ends)
-        ctx.weight, ctx.whole = weight, whole
+        ctx.save_for_backward(x, weight, ends)
+        # Recomputation replaces saved tensors, and only a parameter has a cast copy.
+        ctx.weight, ctx.whole = weight if weight.is_leaf else None, whole
         w = whole.gather(cast(weight, x.dtype))
         y: Tensor = grouped_product(x, w, ends)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, ends = ctx.saved_tensors
-        weight, grad, (grad_x, grad_w) = ctx.weight, grads[0].contiguous(), (None, None)
+        x, weight, ends = ctx.saved_tensors
+        weight = weight if ctx.weight is None else ctx.weight
+        grad, (grad_x, grad_w) = grads[0].contiguous(), (None, None)
         if ctx.needs_input_grad[0]:
             w = ctx.whole.gather(cast(weight, x.dtype))
             grad_x = grouped_product(grad, w.transpose(1, 2), ends)
