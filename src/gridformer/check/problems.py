@@ -32,6 +32,8 @@ _AXES = {
     "dp_branch": "another layout.dp_mode",
     "dp_shard": "another layout.dp_mode or layout.shard_over",
     "dp_replicate": "another layout.dp_mode or layout.shard_over",
+    "experts": "another layout.experts_over",
+    "experts_replicate": "another layout.dp_mode or layout.experts_dp",
     "row": "another layout.schedule, or other layout.rows and layout.cols",
     "col": "another layout.schedule, or other layout.rows and layout.cols",
     "grid": "another layout.schedule, or other layout.rows and layout.cols",

@@ -25,6 +25,8 @@ TRAVELS = {
     "dp": "gradients and parameters, between replicas",
     "dp_shard": "gradients and parameters, between replicas that share them",
     "dp_replicate": "gradients, between groups of replicas",
+    "experts": "tokens, to their experts and back",
+    "experts_replicate": "gradients, between groups of replicas that have the same experts",
     "pp": "activations, between pipeline stages",
 }
 _LIMITS = {
