@@ -19,7 +19,7 @@ from gridformer.parallel.auto.heuristics import decide
 from tests.support.marks import full_unless
 from tests.support.multirank import exactness
 from tests.support.multirank.layouts import GRIDS, KINDS, Layout, n_of, subgraph
-from tests.support.multirank.matrix import CELLS, QUICK, SCHEMES, SETTINGS, Cell, refusal
+from tests.support.multirank.matrix import CELLS, EXPERTS, QUICK, SCHEMES, SETTINGS, Cell, refusal
 from tests.support.multirank.matrix import MODELS as MATRIX_MODELS
 from tests.support.multirank.matrix import n_of as n_of_cell
 from tests.support.multirank.pool import WorkerPool
@@ -364,7 +364,7 @@ UPDATED = sorted(
     QUICK
     # a grid, and stages of which one has no layer
     | {Cell("GPT-2", "Optimus", 1, "none", True), Cell("GPT-2", "single", 4, "none", False)},
-    key=lambda cell: (n_of_cell(cell), cell),
+    key=lambda cell: (cell.model in EXPERTS, n_of_cell(cell), cell),
 )
 STRIP: Layout = {"scheme": "optimus", "rows": 2, "cols": 1}
 SCHEDULED: dict[str, Layout] = {

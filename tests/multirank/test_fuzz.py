@@ -95,6 +95,8 @@ def test_quick_cases_show_something_of_everything(quick: list[tuple[int, Case]])
     assert over == {"megatron_2d", "optimus"}
     assert any(one.rows > 1 and one.stationary == "weight" for one in layouts)
     assert any(one.sequence_parallel for one in layouts)
+    mixtures = [leg for leg in legs if leg.model.n_experts]
+    assert {bool(leg.layout.experts_over) for leg in mixtures} == {False, True}
     assert sum(case.stop > 0 for _, case in quick) >= 5
     assert sum(case.legs[0].train.dtype == "float64" for _, case in quick) >= 25
     assert any(leg.layout.cols == leg.model.ffn_size for leg in legs)
@@ -118,7 +120,8 @@ def test_every_value_of_every_setting_is_drawn(many: list[RunConfig]) -> None:
         seen = {getattr(getattr(run, section), name) for run in many}
         # values that are resolved to something else
         resolved = {0, "auto"} if section == "model" else set()
-        missing += [(key, v) for v in set(values_of(key, field)) - seen - resolved]
+        values = {tuple(v) if isinstance(v, list) else v for v in values_of(key, field)}
+        missing += [(key, v) for v in values - seen - resolved]
     assert not missing
 
 

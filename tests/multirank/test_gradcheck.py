@@ -34,6 +34,8 @@ from tests.support.multirank.cutting import (
 )
 from tests.support.multirank.gradcheck_cases import (
     collectives_of,
+    experts_of,
+    experts_on_one,
     norm_and_loss_of,
     one_wanted,
     products_of,
@@ -51,8 +53,9 @@ MAKERS = {
 }
 for r, c in GRIDS:
     if r * c <= 9:  # they run over one axis, so 3x4 would only repeat others
-        MAKERS[r, c] |= collectives_of(r, c)
+        MAKERS[r, c] |= {**collectives_of(r, c), **experts_of(r, c)}
 MAKERS[1, 3] |= sections()
+MAKERS[2, 2] |= experts_on_one()
 MAKERS[2, 3] |= one_wanted()
 CASES = [(grid, name) for grid, makers in MAKERS.items() for name in makers]
 
@@ -80,7 +83,7 @@ def smaller(case: tuple[tuple[int, int], str]) -> bool:
     if grid == (3, 2):
         return "product" in name and name.endswith("gather-bias")
     if grid == (2, 2):
-        return "product" in name and name.endswith("broadcast-bias")
+        return name.endswith("broadcast-bias") or name.startswith(("experts", "sorted"))
     return name.endswith(("product_abt-pipelined-bias", "_norm"))
 
 
@@ -89,6 +92,8 @@ DIFFERENCES = {
     "product_ab-gather-parts-bias", "product_abt-broadcast-bias",
     "product_ab-gather-keep_all-bias", "product_stationary-s", "allreduce_identity-col",
     "allreduce_allreduce", "attention_over_rows-causal-chunks", "cross_entropy",
+    "experts_rows-row", "experts_rows-col", "experts_product-row-1", "experts_product-col-2",
+    "experts_product", "sorted-2",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ had: parameters, optimizer state, the position in the data and dropout masks mov
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gridformer.data.prepare.sources import open_sources
 from gridformer.launch.plan import plan_run
 from gridformer.train.plan import Plan
 from tests.support.marks import full_unless
-from tests.support.multirank.matrix import CELLS, MODELS, Cell
+from tests.support.multirank.matrix import CELLS, EXPERTS, MODELS, Cell
 from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import MIDDLE, STEPS, assert_same_run, start_from, train
 
@@ -29,15 +30,17 @@ TRAIN = {
 
 
 # The fine-tuned ones learn no text; tests/multirank/test_fine_tuning.py trains them.
-PRETRAINED = [name for name, model in MODELS.items() if model.get("token_head", True)]
+PRETRAINED = [
+    name for name, model in MODELS.items() if model.get("token_head", True) and name not in EXPERTS
+]
 
 
-def random_pairs(n: int) -> list[tuple[Cell, Cell]]:
+def random_pairs(n: int, models: Sequence[str] = PRETRAINED) -> list[tuple[Cell, Cell]]:
     """Return pairs of cells of the same model, taking models in turn; all else may differ."""
     chooser = random.Random(5)
     pairs = []
     for number in range(n):
-        model = PRETRAINED[number % len(PRETRAINED)]
+        model = models[number % len(models)]
         cells = [cell for cell in CELLS if cell.model == model and cell.dropout]
         before, after = chooser.sample(cells, 2)
         pairs.append((before, after))
@@ -49,7 +52,7 @@ SHARED_HEADS = (
     Cell("Llama", "Optimus", 1, "none", True),
     Cell("Llama", "single", 1, "replicate", True),
 )
-PAIRS = [*random_pairs(40), SHARED_HEADS]
+PAIRS = [*random_pairs(40), *random_pairs(8, EXPERTS), SHARED_HEADS]
 # A pair on few processes, for every test run. All random ones of Llama take many.
 SMALLEST = min(
     (pair for pair in PAIRS if pair[0].model == "GPT-2"),

@@ -32,6 +32,7 @@ def batched(run: RunConfig) -> tuple[list[Any], int]:
     trace = trace_rank(run, 0, kernels=True)
     assert trace.complete, trace.troubles
     found = [e for e in trace.unfolded() if isinstance(e, Kernel) and e.kind == "product"]
+    found = [e for e in found if not e.op.startswith("grouped")]  # of a matrix for each expert
     usual = (1, run.layout.cols if run.layout.scheme == "optimus" else 1)
     return [(e.op, e.shape, e.place.module) for e in found if e.shape[0] not in usual], len(found)
 

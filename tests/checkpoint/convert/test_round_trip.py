@@ -26,6 +26,7 @@ from tests.support.marks import full_unless
 from tests.support.reference import folders
 from tests.support.reference.shared import (
     CONFIGS,
+    MIXTURES,
     assert_close,
     entries_of,
     pair,
@@ -33,7 +34,8 @@ from tests.support.reference.shared import (
     transformers,
 )
 
-QUICK = ("gpt2", "bert", "llama", "qwen2")  # all forms, and heads that are tied and untied
+# All forms, heads that are tied and untied, and mixtures with each kind of names.
+QUICK = ("gpt2", "bert", "llama", "qwen2", "mixtral", "dots1")
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -52,7 +54,8 @@ def same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 LLAMA3 = RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=8)
 YARN = RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16)
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *((kind, {}) for kind in CONFIGS),
+    *((kind, {}) for kind in (*CONFIGS, *MIXTURES)),
+    ("qwen3_moe", {"balance_loss": 0.02, "normalized_gates": False}),
     ("qwen3", {"tied_head": True, "head_dim": 16, "window": 7}),
     ("llama", {"n_kv_heads": 4, "rope_theta": 5e5, "rope_scaling": LLAMA3}),
     ("mistral", {"window": 0, "rope_scaling": YARN}),
@@ -88,11 +91,11 @@ def test_there_and_back(kind: str, changes: dict[str, Any], tmp_path: Path) -> N
     same_bits(*(tensors(find.newest(tmp_path / name)) for name in ("second", "run")))
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", [*CONFIGS, *MIXTURES])
 def test_tables_are_complete(kind: str) -> None:
     """Every parameter of ours is in the table once, and every form undoes itself."""
     model, _ = pair(kind)
-    entries = entries_of(model.config)
+    entries = entries_of(model.config, kind)
     assert [entry.ours for entry in entries] == list(dict.fromkeys(e.ours for e in entries))
     assert {entry.ours for entry in entries} == set(shapes_of(model.config))
     weights = {name: p.detach() for name, p in model.named_parameters()}

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from gridformer import config
-from gridformer.config.model import Family
+from gridformer.config.model import _OF_EXPERTS, Family
 from gridformer.parallel.validation import violations, with_rows_over
 from tests.support.multirank import own_networks
 
@@ -73,6 +73,15 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "model.n_kv_heads": (0, 1, 1, 2, 3, 4, 6),
     "model.rope_theta": (10000.0, 10000.0, 10.0),
     "model.window": (0, 0, 1, 2, 3, 5),
+    "model.n_experts": (0, 2, 5, 5, 9),
+    "model.experts_per_token": (1, 1, 2, 2, 3, 5, 8),
+    "model.expert_size": (0, 1, 2, 3, 4, 6),
+    "model.shared_size": (0, 0, 2, 4, 6),
+    "model.dense_layers": (0, 0, 1),
+    "model.routed_scale": (1.0, 2.5),
+    "model.balance_loss": (0.0, 0.1),
+    "model.z_loss": (0.0, 0.01),
+    "model.balance_rate": (1e-3, 0.1),
     "model.relative_buckets": (4, 5, 6, 8, 32),
     "model.relative_max_distance": (3, 4, 5, 7, 20, 128),
     "model.label_smoothing": (0.0, 0.0, 0.1, 0.5),
@@ -85,6 +94,7 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "layout.branches": (1, 2, 2, 3, 4),
     "layout.dp": (1, 1, 1, 2, 2, 3),
     "layout.shard_over": (0, 0, 0, 2, 2),
+    "layout.experts_dp": (0, 0, 0, 2),
     "layout.pp": (1, 1, 1, 2, 2, 3, 4),
     "layout.stages_per_rank": (1, 1, 2, 2, 3),
     "layout.micro_batches": (1, 1, 2, 2, 3, 4),
@@ -113,6 +123,10 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "layout.scheme": (
         *("single", *("megatron",) * 2, *("optimus",) * 2),
         *("megatron_2d", *("subgraph",) * 3),
+    ),
+    "layout.experts_over": (
+        *([], ["dp"], ["dp"], ["rows"], ["cols"], ["branches"]),
+        *(["rows", "cols"], ["cols", "dp"], ["branches", "dp"]),
     ),
     # Of the other tasks only the data differ.
     "data.task": ("auto",) * 10 + tuple(config.FINE_TUNING),
@@ -237,6 +251,7 @@ def draw_run(
             sections["model"] = network
             chooser.held |= {key for key in chooser.keys if key.startswith("model.")}
         _leave_out_heads(sections)
+        _leave_out_experts(sections)
         run = _mended(sections, chooser)
         if run is not None and _is_small(sections) and suits(run):
             return sections
@@ -261,6 +276,19 @@ def _leave_out_heads(sections: Sections) -> None:
             sections["model"].pop(key, None)
         if task != "classify":
             sections["model"].pop("n_labels", None)
+
+
+def _leave_out_experts(sections: Sections) -> None:
+    """Leave out the settings of experts if there are none, so that they refuse nothing."""
+    model, layout = sections["model"], sections["layout"]
+    if model.get("family") != "llama":
+        for key in ("n_experts", "qk_norm_over"):
+            model.pop(key, None)
+    if not model.get("n_experts"):
+        for key in _OF_EXPERTS:
+            model.pop(key, None)
+        for key in ("experts_over", "experts_dp"):
+            layout.pop(key, None)
 
 
 def _is_small(sections: Sections) -> bool:

@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from gridformer.comm import autograd
 from gridformer.mesh import Axes
 from gridformer.models.blocks import IGNORE, LayerNorm, RMSNorm, SequenceRows
+from gridformer.models.blocks.experts import expert_product, sorted_rows
 from gridformer.models.blocks.scores import past
 from gridformer.parallel.tensor import summa
+from gridformer.parallel.tensor.experts import GatheredAlong, TokensOfGrid
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
 from gridformer.parallel.tensor.norm import GridNorm
 from gridformer.parallel.tensor.sequence import GatheringRows
@@ -414,3 +416,95 @@ def collectives_of(rows: int, cols: int) -> dict[str, CaseMaker]:
         found["attention_over_rows"] = partial(attention_over_rows, False, 1)
         found["attention_over_rows-causal-chunks"] = partial(attention_over_rows, True, 3)
     return found
+
+
+# --------------------------------------------------------------------------- experts
+
+
+def rows_to_experts(name: str, axes: Axes) -> Case:
+    """Send rows of different numbers to experts on other devices, and their results back.
+
+    Each device along the axis has two experts, and the last of them has none that exists. Each
+    device sends three rows, of which some experts get none.
+    """
+    axis, h, f = axes[name], 2, 2
+    other = COL if name == ROW else ROW
+    n_experts = 2 * axis.size - 1
+    # Which expert each row of a device goes to, sorted; rows for one device come from all of them.
+    chosen = torch.tensor([[0, 1, 1 + i % (n_experts - 1)] for i in range(axis.size)])
+
+    def on_grid(x: Tensor, w: Tensor) -> Tensor:
+        dims: Dims = (name, other, None, None)
+        part = cut(w, (*dims, None), axes)[0, 0]
+        tokens = TokensOfGrid(axis, "tokens", summa.Replicated(axis), axis, n_experts)
+        counts = chosen[axis.index].bincount(minlength=n_experts)
+        product: Any = lambda rows, ends: expert_product(rows, part, ends)  # noqa: E731
+        rows = tokens.compute(cut(x, dims, axes)[0, 0], counts, product)
+        return join(rows[None, None], dims, axes)
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        of_rows = w.transpose(0, 1).flatten(1, 2)[:, chosen]  # [other devices, devices, 3, h, f]
+        return torch.einsum("ijrh,jirhf->ijrf", x, of_rows)
+
+    each = axis.size, axes[other].size
+    return Case([(*each, 3, h), (*each, 2, h, f)], on_grid, plain)
+
+
+def product_of_experts(dim: int, name: str | None, axes: Axes) -> Case:
+    """Multiply sorted rows with matrices of experts, which an axis shards along `dim`.
+
+    Along the other axis, devices have their own matrices.
+    """
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)  # the second expert has no rows
+    size = axes[name].size if name else 1
+    k, n = (2 * size, 3) if dim == 1 else (3, 2 * size)
+
+    def on_grid(x: Tensor, w: Tensor) -> Tensor:
+        mine = cut(x, (*EACH, None, None), axes)[0, 0]
+        dims = [None if one == name else one for one in EACH] + [None] * 3
+        dims[2 + dim] = name
+        part, whole = cut(w, tuple(dims), axes), GatheredAlong(axes[name], dim) if name else None
+        y = expert_product(mine, part[0, 0], ends, whole)
+        return join(y[None, None], (*EACH, None, None), axes)
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        of_rows = w[:, :, [0, 0, 2, 2, 2]].expand(*x.shape[:2], -1, -1, -1)
+        return torch.einsum("ijsk,ijskn->ijsn", x, of_rows)
+
+    each = axes.row.size, axes.col.size
+    of_w = [1 if one == name else axes[one].size for one in (ROW, COL)]
+    return Case([(*each, 5, k), (*of_w, 3, k, n)], on_grid, plain)
+
+
+def rows_by_key(k: int, axes: Axes) -> Case:
+    """Sort k copies of each row by keys, weigh them by their places, and bring them back."""
+    keys = torch.tensor([2, 0, 1, 0, 2, 2, 0, 1])[: 4 * k]
+    weights = torch.arange(1.0, 4 * k + 1, dtype=torch.float64).unsqueeze(1)
+
+    def on_grid(x: Tensor) -> Tensor:
+        rows, restore = sorted_rows(x, keys, k)
+        return restore(rows * weights)
+
+    def plain(x: Tensor) -> Tensor:
+        return x.repeat_interleave(k, 0) * weights[keys.argsort(stable=True).argsort()]
+
+    return Case([(4, 2)], on_grid, plain)
+
+
+def experts_of(rows: int, cols: int) -> dict[str, CaseMaker]:
+    axes = [name for name, size in ((ROW, rows), (COL, cols)) if size > 1]
+    found: dict[str, CaseMaker] = {
+        f"experts_rows-{name}": partial(rows_to_experts, name) for name in axes
+    }
+    found |= {
+        f"experts_product-{name}-{dim}": partial(product_of_experts, dim, name)
+        for name in axes
+        for dim in (1, 2)
+    }
+    return found
+
+
+def experts_on_one() -> dict[str, CaseMaker]:
+    """Return what needs no other devices."""
+    product = partial(product_of_experts, 1, None)
+    return {"experts_product": product, **{f"sorted-{k}": partial(rows_by_key, k) for k in (1, 2)}}

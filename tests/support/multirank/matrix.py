@@ -70,6 +70,9 @@ SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 ADDED = ("Megatron 2-D", "Llama", "BERT, fine-tuned")
 # Models of which all parts but the heads are in other models, too. Few of their cells are quick.
 HEADS = ("GPT-2, fine-tuned", "Llama, fine-tuned", "T5, fine-tuned")
+# Models with experts. Those of the first lie over all axes of the scheme and the replicas; those of
+# the second are on every device, which the scheme shards.
+EXPERTS = ("Experts", "DeepSeek experts")
 DROPOUT = (False, True)
 
 
@@ -90,6 +93,10 @@ class Cell(NamedTuple):
     def _on(self, grid: Mapping[str, Any]) -> exactness.Cell:
         if grid.get("stationary") == "weight" and self.dropout:
             grid = {**grid, "sequence_parallel": True}
+        if self.model == EXPERTS[0]:
+            over = [key for key in ("rows", "cols", "branches") if key in grid]
+            over += ["dp"] * (self.replicas != "none")
+            grid = {**grid, "experts_over": over}
         return exactness.Cell(self.model, grid, self.pp, self.replicas, self.dropout)
 
     @property
@@ -148,11 +155,23 @@ QUICK_OVER_SEQUENCE = {
     Cell("T5", "Megatron 2-D, rows over s", 2, "none", False),
     Cell("BERT, fine-tuned", "Megatron 2-D, rows over s", 1, "none", True),
 }
+QUICK_EXPERTS = {
+    Cell("Experts", "single", 1, "fsdp", False),
+    Cell("Experts", "Megatron, sequence parallel", 2, "none", True),
+    Cell("Experts", "Megatron 2-D", 1, "none", False),
+    Cell("Experts", "Optimus", 1, "none", False),
+    Cell("Experts", "D&SP", 1, "zero1", False),
+    Cell("Experts", "D&SP-cSub", 1, "replicate", True),
+    Cell("Experts", "Optimus, rows over s", 1, "none", False),
+    Cell("DeepSeek experts", "Megatron", 1, "none", False),
+    Cell("DeepSeek experts", "Optimus", 1, "none", False),
+    Cell("DeepSeek experts", "D&SP-cSub", 1, "zero1", False),
+}
 # The cells in which every pair of values occurs.
 PAIRED = [
     cell
     for cell in CELLS
-    if cell.model not in HEADS and cell.scheme not in (STATIONARY, *OVER_SEQUENCE)
+    if cell.model not in (*HEADS, *EXPERTS) and cell.scheme not in (STATIONARY, *OVER_SEQUENCE)
 ]
 
 
@@ -173,7 +192,9 @@ def _quick() -> set[Cell]:
         if all(counts[pair] > 1 for pair in _pairs(cell)):
             chosen.remove(cell)
             counts.subtract(_pairs(cell))
-    return chosen | QUICK_HEADS | QUICK_PAIRS | QUICK_STATIONARY | QUICK_OVER_SEQUENCE
+    return (
+        chosen | QUICK_HEADS | QUICK_PAIRS | QUICK_STATIONARY | QUICK_OVER_SEQUENCE | QUICK_EXPERTS
+    )
 
 
 def _chosen(cells: list[Cell], before: set[Cell]) -> set[Cell]:
@@ -223,6 +244,8 @@ QUICK_ON_NCCL = {
     Cell("Llama", STATIONARY, 1, "none", True),
     Cell("GPT-2", "Optimus, rows over s", 2, "fsdp", False),
     Cell("T5", "Megatron 2-D, rows over s", 2, "none", False),
+    Cell("Experts", "Megatron, sequence parallel", 1, "zero1", False),
+    Cell("DeepSeek experts", "Optimus", 1, "none", False),
 }
 
 

@@ -7,6 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,6 +39,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {**_LLAMA, "qk_norm": True},
 }
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
+_EXPERTS = {**_LLAMA, "n_experts": 5, "experts_per_token": 3}
+# Mixtures of experts: what CONFIGS is for the other kinds.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {**_EXPERTS, "window": 5},
+    "qwen3_moe": {**_EXPERTS, "expert_size": 24, "qk_norm": True},
+    "olmoe": {**_EXPERTS, "qk_norm": True, "qk_norm_over": "all", "normalized_gates": False},
+    "dots1": {
+        **{**_EXPERTS, "qk_norm": True, "expert_size": 24, "shared_size": 48, "dense_layers": 1},
+        **{"router": "sigmoid", "router_bias": True, "routed_scale": 2.5},
+    },
+}
 _HEADS = {"gpt2": "LMHeadModel", "bert": "ForPreTraining", "t5": "ForConditionalGeneration"}
 # Their name of each setting, and ours.
 _USUAL = {
@@ -67,6 +79,15 @@ _OF_LLAMAS = {
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tied_head",
 }
+_OF_MIXTURES = {
+    "mixtral": {"num_local_experts": "n_experts"},
+    "qwen3_moe": {"num_experts": "n_experts", "moe_intermediate_size": "expert_size"},
+    "olmoe": {"num_experts": "n_experts"},
+    "dots1": {
+        **{"n_routed_experts": "n_experts", "moe_intermediate_size": "expert_size"},
+        **{"first_k_dense_replace": "dense_layers", "routed_scaling_factor": "routed_scale"},
+    },
+}
 _FIXED: dict[str, dict[str, Any]] = {
     "gpt2": {"activation_function": "gelu_new", "attn_implementation": "eager"},
     "bert": {"hidden_act": "gelu", "pad_token_id": None, "attn_implementation": "eager"},
@@ -75,6 +96,7 @@ _FIXED: dict[str, dict[str, Any]] = {
         **{"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
     },
 }
+_SINGLE = torch.float32  # also where `_wider` gives another meaning to this name
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
@@ -87,17 +109,20 @@ def randomize(model: Any, dtype: torch.dtype, spread: float = 0.2) -> Any:
             mean = 1.0 if parameter.dim() == 1 and bool((parameter == 1).all()) else 0.0
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(mean + spread * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # of a router
+                buffer.copy_(spread * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype).eval()
 
 
 def config_of(kind: str, **changes: Any) -> ModelConfig:
     sizes = {"hidden_size": 48, "n_heads": 4, "vocab_size": V}
-    return ModelConfig(**{**sizes, **CONFIGS[kind], **changes})
+    return ModelConfig(**{**sizes, **{**CONFIGS, **MIXTURES}[kind], **changes})
 
 
 def class_of(kind: str, head: str) -> Any:
     """Return a class of transformers, such as BertForPreTraining."""
-    prefix = kind.upper() if kind in ("gpt2", "t5") else kind.capitalize()
+    prefix = kind.upper() if kind in ("gpt2", "t5") else kind.title().replace("_", "")
     return getattr(transformers, f"{prefix}{head}")
 
 
@@ -105,14 +130,31 @@ def hugging_face(kind: str, config: ModelConfig, dtype: torch.dtype) -> Any:
     """Return their model.
 
     In float64 Llama's norms and rotations, which it computes in float32 for any type, are replaced
-    by the same in float64. Angles stay rounded to float32, as ours do.
+    by the same in float64, and so are the routers of mixtures. Angles stay rounded to float32, as
+    ours do.
     """
     names = _NAMES.get(kind, _OF_LLAMAS)
     values = {theirs: getattr(config, ours) for theirs, ours in names.items()}
     values |= _FIXED[kind] if kind in _FIXED else _of_llama(kind, config)
     theirs = class_of(kind, _HEADS.get(kind, "ForCausalLM"))(class_of(kind, "Config")(**values))
     model = randomize(theirs, dtype)
-    return widened(model) if kind in LLAMAS and dtype == torch.float64 else model
+    widens = kind in (*LLAMAS, *MIXTURES) and dtype == torch.float64
+    return widened(model) if widens else model
+
+
+def _of_mixture(kind: str, config: ModelConfig) -> dict[str, Any]:
+    values = {theirs: getattr(config, ours) for theirs, ours in _OF_MIXTURES[kind].items()}
+    values |= {
+        "num_experts_per_tok": config.experts_per_token,
+        "norm_topk_prob": config.normalized_gates,
+        "output_router_logits": config.balance_loss > 0.0,
+        "router_aux_loss_coef": config.balance_loss,
+        "experts_implementation": "eager",
+    }
+    if kind == "dots1":
+        values |= {"n_shared_experts": config.shared_size // config.expert_size}
+        values |= {"n_group": 1, "topk_group": 1}
+    return values
 
 
 def _of_llama(kind: str, config: ModelConfig) -> dict[str, Any]:
@@ -124,7 +166,9 @@ def _of_llama(kind: str, config: ModelConfig) -> dict[str, Any]:
             rope |= {key: getattr(scaling, key) for key in ("low_freq_factor", "high_freq_factor")}
     # the eager attention computes softmax in float32 for any type
     values: dict[str, Any] = {"rope_parameters": rope, "attn_implementation": "sdpa"}
-    if kind == "mistral":
+    if kind in MIXTURES:
+        values |= _of_mixture(kind, config)
+    if kind in ("mistral", "mixtral"):
         values["sliding_window"] = config.window or None
     elif config.window:  # of Qwen2 and Qwen3, in layers from max_window_layers on
         values |= {"sliding_window": config.window, "max_window_layers": 0}
@@ -133,13 +177,26 @@ def _of_llama(kind: str, config: ModelConfig) -> dict[str, Any]:
 
 
 def widened(model: Any) -> Any:
-    """Let norms and rotations of a model of theirs compute in float64, and return it."""
+    """Let norms, rotations and routers of a model of theirs compute in float64, and return it."""
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")):
             module.forward = _norm_of(module)
         elif type(module).__name__.endswith("RotaryEmbedding"):
             module.forward = _rotation_of(module)
+    if getattr(model.config, "num_experts_per_tok", None):
+        model.forward = _wider(model.forward)
     return model
+
+
+def _wider(forward: Any) -> Any:
+    """Compute in float64 what they compute in float32: routers, and the loss of their balance."""
+
+    def in_float64(*args: Any, **kwargs: Any) -> Any:
+        wide = {"float32": torch.float64, "float": torch.float64}
+        with patch.dict(vars(torch), wide), patch.object(Tensor, "float", Tensor.double):
+            return forward(*args, **kwargs)
+
+    return in_float64
 
 
 def _norm_of(module: Any) -> Any:
@@ -154,7 +211,7 @@ def _norm_of(module: Any) -> Any:
 def _rotation_of(module: Any) -> Any:
     # Conversion to float64 has converted the frequencies, but their values are those of float32.
     def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = (position_ids[..., None].float() * module.inv_freq.float()).double()
+        angles = (position_ids[..., None].to(_SINGLE) * module.inv_freq.to(_SINGLE)).double()
         angles, factor = torch.cat((angles, angles), -1), module.attention_scaling
         return angles.cos() * factor, angles.sin() * factor
 
@@ -165,7 +222,18 @@ def pair(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple
     """Return a small model of ours and one of Hugging Face with the same random weights."""
     config = config_of(kind, **changes)
     theirs = hugging_face(kind, config, dtype)
-    return plain(config, dtype, from_hugging_face(theirs.state_dict(), config)), theirs
+    state = to_ours(entries_of(config, kind), in_files(theirs, theirs.state_dict()))
+    return plain(config, dtype, state), theirs
+
+
+def in_files(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors of a model of theirs as files have them: each expert by itself."""
+    if not getattr(model.config, "num_experts_per_tok", None):
+        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: Mapping[str, Tensor] = revert_weight_conversion(model, {**tensors})
+    return found
 
 
 def from_hugging_face(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -197,9 +265,13 @@ def assert_close(got: Tensor, want: Tensor) -> None:
     assert difference < TOLERANCE[got.dtype], difference
 
 
-def entries_of(config: ModelConfig) -> list[TableEntry]:
-    """Return how parameters are stored, which is the same for all kinds of a family."""
-    return next(kind for kind in KINDS.values() if kind.family == config.family).entries(config)
+def entries_of(config: ModelConfig, name: str = "") -> list[TableEntry]:
+    """Return how parameters are stored, which is the same for all kinds of a family but mixtures.
+
+    Mixtures need the `name` of their kind.
+    """
+    kinds = (kind for kind in KINDS.values() if kind.family == config.family)
+    return KINDS.get(name, next(kinds)).entries(config)
 
 
 def to_ours(entries: list[TableEntry], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:

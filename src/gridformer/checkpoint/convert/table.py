@@ -108,7 +108,7 @@ class Row(NamedTuple):
     ) -> tuple[str, ...]:
         """Returns what a name of the row is for a layer, and for weight or bias."""
         name = name.replace("@", f"[{'|'.join(map(str, range(n_experts)))}]")
-        if not name.endswith((".*", "bias", ".weight")):
+        if not name.endswith((".*", ".bias", "correction_bias", ".weight")):
             name = f"{name}.*"
         before, parts, after = _SEVERAL.findall(name.replace("#", str(layer)))[0]
         return tuple(f"{before}{part}{after}".replace("*", leaf) for part in parts.split("|"))
