@@ -177,6 +177,10 @@ def main(
 
 
 _HOW = """\
+gridformer's code is predicted to be slower than nearly all published code, by half a step at the
+median: its kernels are eager, each token travels to every one of its experts by itself, and where
+experts are sharded over columns all columns send the same tokens. Only FSDP is predicted faster.
+
 Nothing is fitted to these rows. gridformer's own code is predicted, with the layout of the row on
 the shipped cluster `dgx-h100` or `gb200-nvl72`, in bfloat16, with equally many tokens for each
 expert, as in most of these measurements. Published shares of the peak and TFLOP/s are turned into

@@ -130,7 +130,7 @@ class Stepper:
         with self._timed("update"):
             overflow = self._overflow(totals)
             self.updates.finish(totals[-2:], overflow, scale)
-            if experts is not None:
+            if experts is not None and self.model.config.router_bias:
                 move_biases(self.model, experts, overflow)
             share_parts(self.by_layer, self.axes)
             share_copies(self.parameters, self.axes)
