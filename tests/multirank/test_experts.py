@@ -75,6 +75,10 @@ CASES: dict[str, tuple[Layout, Settings, Settings]] = {
     ),
     "* recomputed": (REPLICAS, SOFTMAX, METHODS["full"]),
     "* all methods": ({**REPLICAS, "dp_mode": "fsdp"}, SIGMOID, METHODS["all"]),
+    # Devices with parts of the same experts gather the rows that have traveled to these.
+    "* parts over columns": ({**SEQUENCE, "dp": 2, "experts_over": ["dp"]}, SOFTMAX, {}),
+    "parts, recomputed": ({**COLUMNS, "dp": 2, "experts_over": ["dp"]}, SIGMOID, METHODS["full"]),
+    "parts in sub-graphs": ({**BRANCHES, "dp": 2, "experts_over": ["dp"]}, SIGMOID, {}),
     "* rows over s": ({**OVER_S, "experts_over": ["rows"]}, SIGMOID, {}),
     "rows over s, sharded": (OVER_S, SOFTMAX, {}),
 }

@@ -15,7 +15,7 @@ from gridformer.models.kernels.library import LIBRARY, define
 
 define("grouped_product(Tensor x, Tensor w, Tensor ends) -> Tensor")
 define("grouped_sum(Tensor x, Tensor y, Tensor ends) -> Tensor")
-define("sizes_on_host(Tensor sizes, int rows, int experts) -> int[]")
+define("sizes_on_host(Tensor sizes, Tensor arrive, int rows, int experts) -> int[]")
 grouped_product = torch.ops.gridformer.grouped_product
 grouped_sum = torch.ops.gridformer.grouped_sum
 sizes_on_host = torch.ops.gridformer.sizes_on_host
@@ -59,11 +59,11 @@ def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
 
 
 @torch.library.impl(LIBRARY, "sizes_on_host", "CompositeExplicitAutograd")
-def _(sizes: Tensor, rows: int, experts: int) -> list[int]:
-    """Reads how many rows go to and come from each device, int64 [2, devices].
+def _(sizes: Tensor, arrive: Tensor, rows: int, experts: int) -> list[int]:
+    """Reads how many rows go to and come from each device, int64 [2, devices], and other numbers.
 
-    For a record, whose tensors have no values, it says how many `rows` go out, and to how many
-    experts.
+    `arrive` says how many come to each device that has parts of the same experts. For a record,
+    whose tensors have no values, `rows` go out, to so many `experts`.
     """
-    numbers: list[int] = sizes.flatten().tolist()
+    numbers: list[int] = torch.cat((sizes.flatten(), arrive)).tolist()
     return numbers

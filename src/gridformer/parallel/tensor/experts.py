@@ -8,16 +8,20 @@ which matrices are gathered where they multiply.
 
 Between sections tokens lie as the scheme says. A mixture needs all of h of a token:
 
-    along the boundary's axis    experts over it             each expert sharded over it
+    along the boundary's axis    experts over axes           all experts on each device, sharded
     replicated                   each device takes a part    as they are
     tokens sharded (s, b)        as they are                 all-gather, reduce-scatter
     h sharded                    all-to-all                  all-gather, reduce-scatter
     on the first (cSub)          as they are                 broadcast, reduce
+
+Where experts lie over some axes, and the boundary's axis shards each of them, rows are gathered
+over it after they have traveled, so that each is sent only once. In cSub they are broadcast before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -51,13 +55,22 @@ class TokensOfGrid(Tokens):
         section: The boundary of a section.
         experts: The axis whose devices have different experts.
         n_experts: E, of which the last device may have fewer.
+        parts: The axis whose devices have parts of the same experts, each for its own tokens; these
+            are gathered where the experts are.
     """
 
     def __init__(
-        self, axis: Axis, lies: Lies, section: Replicated, experts: Axis, n_experts: int
+        self,
+        axis: Axis,
+        lies: Lies,
+        section: Replicated,
+        experts: Axis,
+        n_experts: int,
+        parts: Axis | None = None,
     ) -> None:
         self.axis, self.lies, self.section, self.experts = axis, lies, section, experts
         self.n_experts = -(-n_experts // experts.size) * experts.size
+        self.parts = parts or Axis("parts")
 
     def enter(self, x_BSH: Tensor) -> Tensor:
         axis, section = self.axis, self.section
@@ -119,9 +132,13 @@ class TokensOfGrid(Tokens):
         counts = F.pad(counts_E, (0, self.n_experts - len(counts_E))).view(axis.size, -1)
         one = [1] * axis.size
         coming = irregular.all_to_all_rows(counts, one, one, axis, LABEL)
+        every_APE = comm.all_gather(coming.unsqueeze(0), self.parts, 0, LABEL)
         sizes = torch.stack((counts.sum(1), coming.sum(1)))
-        here = self.recompute.read(lambda: sizes_on_host(sizes, len(rows_SH), len(counts_E)))
-        sends, receives = here[: axis.size], here[axis.size :]
+        n_rows = every_APE.sum((1, 2))
+        read = partial(sizes_on_host, sizes, n_rows, len(rows_SH), len(counts_E))
+        here = self.recompute.read(read)
+        sends, receives = here[: axis.size], here[axis.size : 2 * axis.size]
+        arrives = here[2 * axis.size :]  # at each device that has parts of these experts
 
         def moved(x: Tensor, there: list[int], back: list[int]) -> Tensor:
             return autograd.pair(
@@ -132,12 +149,35 @@ class TokensOfGrid(Tokens):
             )
 
         arrived = moved(rows_SH, sends, receives)
-        # Of each sender, rows arrive sorted by expert.
-        numbers = torch.arange(coming.shape[1], device=coming.device).repeat(axis.size)
-        numbers = numbers.repeat_interleave(coming.flatten(), output_size=sum(receives))
-        mine, restore = sorted_rows(arrived, numbers)
-        results = experts(mine, coming.sum(0).cumsum(0).to(torch.int32))
-        return moved(restore(results), receives, sends)
+        n, most = coming.shape[1], max(arrives)
+        # Of each sender, rows arrive sorted by expert. Those that pad come last, for no expert.
+        senders = torch.arange(n, device=coming.device).repeat(axis.size)
+        numbers = [
+            F.pad(senders.repeat_interleave(one.flatten(), output_size=k), (0, most - k), value=n)
+            for one, k in zip(every_APE, arrives)
+        ]
+        mine, restore = sorted_rows(self._gathered(arrived, most), torch.cat(numbers))
+        results = restore(experts(mine, every_APE.sum((0, 1)).cumsum(0).to(torch.int32)))
+        return moved(self._summed(results)[: len(arrived)], receives, sends)
+
+    def _gathered(self, rows_RH: Tensor, most: int) -> Tensor:
+        """Forward all-gather of the rows of devices with parts, backward reduce-scatter."""
+        rows = F.pad(rows_RH, (0, 0, 0, most - len(rows_RH)))
+        return autograd.pair(
+            rows,
+            self.parts,
+            lambda x: comm.all_gather(x, self.parts, 0, LABEL),
+            lambda grad: comm.reduce_scatter(grad, self.parts, 0, LABEL),
+        )
+
+    def _summed(self, results: Tensor) -> Tensor:
+        """Forward reduce-scatter of partial results, backward all-gather."""
+        return autograd.pair(
+            results,
+            self.parts,
+            lambda x: comm.reduce_scatter(x, self.parts, 0, LABEL),
+            lambda grad: comm.all_gather(grad, self.parts, 0, LABEL),
+        )
 
     def _part(self, x_BSH: Tensor) -> int:
         """Returns how many tokens this device has of those that are divided over the axis."""
@@ -206,23 +246,24 @@ def mixture_role(
         name, other, layout_of_x = boundary.h_over, boundary.axis, "h"
     axis = axes[name]
     folded = name in over or axis.size == 1 or common
+    numbers = AXIS if AXIS in axes.further else None
+    experts_axis = axes[AXIS] if numbers else Axis(AXIS)
+    # Tokens travel to other experts before devices with parts of these gather them.
+    apart = folded or (experts_axis.size > 1 and layout_of_x != "first")
     lies: Lies = "section"
-    if folded:
+    if apart:
         kinds: dict[str, Lies] = {"replicated": "whole", "h": "h", "first": "first"}
         lies = kinds.get(layout_of_x, "tokens") if axis.size > 1 else "tokens"
     spec = BoundarySpec(name, layout_of_x)
     section = InRankOrder(axis) if layout_of_x == "s" else boundary_of(spec, axes)
-    numbers = AXIS if AXIS in axes.further else None
     replicas = COPIES if "dp" in over and numbers else (router.replicas if common else "dp")
-    inner = None if folded else name
+    inner, parts = (None, None) if folded else (name, axis if apart else None)
     gathered = other if other and other not in over and axes[other].size > 1 else None
-
-    experts_axis = axes[AXIS] if numbers else Axis(AXIS)
 
     def mixture(plain: MixtureOfExperts) -> None:
         experts, config = plain.experts, plain.router.config
-        plain.tokens = TokensOfGrid(axis, lies, section, experts_axis, config.n_experts)
-        plain.router.balance.first = folded or axis.index == 0
+        plain.tokens = TokensOfGrid(axis, lies, section, experts_axis, config.n_experts, parts)
+        plain.router.balance.first = apart or axis.index == 0
         shard_parameter(plain.router, "weight", router, axes)
         if plain.router.bias is not None:
             vector = ParamPlacement((None,), router.copies, router.partial, router.replicas)
