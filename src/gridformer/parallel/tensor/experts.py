@@ -21,7 +21,6 @@ over it after they have traveled, so that each is sent only once. In cSub they a
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
 import torch
@@ -135,8 +134,9 @@ class TokensOfGrid(Tokens):
         every_APE = comm.all_gather(coming.unsqueeze(0), self.parts, 0, LABEL)
         sizes = torch.stack((counts.sum(1), coming.sum(1)))
         n_rows = every_APE.sum((1, 2))
-        read = partial(sizes_on_host, sizes, n_rows, len(rows_SH), len(counts_E))
-        here = self.recompute.read(read)
+        here = self.recompute.read(
+            lambda: sizes_on_host(sizes, n_rows, len(rows_SH), len(counts_E))
+        )
         sends, receives = here[: axis.size], here[axis.size : 2 * axis.size]
         arrives = here[2 * axis.size :]  # at each device that has parts of these experts
 
