@@ -79,6 +79,11 @@ CASES: dict[str, tuple[Layout, Settings, Settings]] = {
     "* parts over columns": ({**SEQUENCE, "dp": 2, "experts_over": ["dp"]}, SOFTMAX, {}),
     "parts, recomputed": ({**COLUMNS, "dp": 2, "experts_over": ["dp"]}, SIGMOID, METHODS["full"]),
     "parts in sub-graphs": ({**BRANCHES, "dp": 2, "experts_over": ["dp"]}, SIGMOID, {}),
+    "* updated in backward on rows": (
+        {**SQUARE, "cols": 1},
+        {**SOFTMAX, "n_layers": 2},
+        METHODS["in_backward"],
+    ),
     "* rows over s": ({**OVER_S, "experts_over": ["rows"]}, SIGMOID, {}),
     "rows over s, sharded": (OVER_S, SOFTMAX, {}),
 }

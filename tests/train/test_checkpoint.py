@@ -196,12 +196,16 @@ SAME: dict[str, Any] = {
     **_of("model", relative_buckets=8, relative_max_distance=64, n_kv_heads=1, rope_theta=5e5),
     **_of("model", rope_scaling=RopeScaling(kind="linear", factor=2.0), qkv_bias=True),
     **_of("model", qk_norm=True, window=2, tied_head=False, norm_eps=1e-6, init_std=0.03),
+    **_of("model", qk_norm_over="all", n_experts=3, experts_per_token=2, expert_size=5),
+    **_of("model", shared_size=7, dense_layers=1, router="sigmoid", router_bias=True),
+    **_of("model", normalized_gates=False, routed_scale=2.0),
     **_of("train", seed=1235, init_from=Path("elsewhere"), global_batch=4),
     **_of("data", task="masked", seq_len=3, source_len=2, document_mask=True),
     **_of("data", reset_positions=False, packing="documents", n_choices=3, stride=2),
 }
 OTHER: dict[str, Any] = {
     **_of("model", name="another", dropout=0.1, attention_dropout=0.1, label_smoothing=0.1),
+    **_of("model", balance_loss=0.1, balance_rate=0.1, z_loss=0.1),
     **_of("train", steps=2000, lr=1e-5, dtype="float64", recompute="full"),
     **_of("layout", dp=2),
     **_of("data", max_answer_len=3, tokenizer=Path("elsewhere"), restart=True),

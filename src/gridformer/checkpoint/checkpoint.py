@@ -28,7 +28,10 @@ from gridformer.parallel.sharding import ParamShard, shard_of
 from gridformer.utils.errors import CheckpointError
 
 # Keys of `model` that may differ between a checkpoint and the run that resumes from it.
-_MAY_CHANGE = ("name", "dropout", "attention_dropout", "label_smoothing")
+_MAY_CHANGE = (
+    *("name", "dropout", "attention_dropout", "label_smoothing"),
+    *("balance_loss", "balance_rate", "z_loss"),
+)
 # Keys on which the order of samples depends.
 _OF_DATA = (
     ("train", "global_batch"),

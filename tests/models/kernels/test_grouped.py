@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gridformer.models.kernels.grouped import grouped_product
+from gridformer.models.blocks.experts import expert_product
 
 ENDS = torch.tensor([2, 2, 5, 7], dtype=torch.int32)  # the second group is empty
 
@@ -18,7 +18,7 @@ def test_every_row_meets_the_matrix_of_its_group(turned: bool) -> None:
     w = torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return grouped_product(x, w.transpose(1, 2) if turned else w, ENDS)
+        return expert_product(x, w.transpose(1, 2) if turned else w, ENDS)
 
     y, matrices = product(x, w), w.transpose(1, 2) if turned else w
     for row, group in enumerate([0, 0, 2, 2, 2, 3, 3]):

@@ -174,10 +174,11 @@ def sum_within_blocks(model: nn.Module) -> None:
 
     All gradients of a block are then complete before the backward pass of the block before it.
     """
-    for module in model.modules():
-        weight = vars(module).get("gathered_weight")
-        if weight is not None and weight.before is not None and weight.before.ends_block:
-            weight.defers = False
+    for layer in (module for module in model.modules() if isinstance(module, blocks.Layer)):
+        held = [vars(module).get("gathered_weight") for module in layer.modules()]
+        weights = [weight for weight in held if weight is not None]
+        for weight in weights:
+            weight.defers = weight.before in weights
 
 
 class GatheredWeightsScope:
