@@ -177,9 +177,9 @@ def main(
 
 
 _HOW = """\
-gridformer's code is predicted to be slower than nearly all published code, by half a step at the
-median: its kernels are eager, each token travels to every one of its experts by itself, and where
-experts are sharded over columns all columns send the same tokens. Only FSDP is predicted faster.
+gridformer's code is predicted to be slower than most of the published code, by 40% at the
+median: its kernels are eager, and each token travels to every one of its experts by itself, though
+several of them may be on one node. Only FSDP is predicted faster.
 
 Nothing is fitted to these rows. gridformer's own code is predicted, with the layout of the row on
 the shipped cluster `dgx-h100` or `gb200-nvl72`, in bfloat16, with equally many tokens for each
