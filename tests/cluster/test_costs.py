@@ -34,6 +34,12 @@ def test_products_never_exceed_peak_or_bandwidth_and_small_ones_are_inefficient(
     assert kernel_s(selene, thin) >= thin.bytes / 2039e9
 
 
+def test_a_product_of_no_rows_takes_the_time_of_its_bytes(selene: Cluster) -> None:
+    """Such is that of a router on a device without tokens."""
+    for work in (product(0, 64, 2048), product(2048, 64, 0)):
+        assert kernel_s(selene, work) == pytest.approx(work.bytes / 2039e9)
+
+
 def test_memory_bound_kernels_take_their_bytes_over_the_fitted_bandwidth(selene: Cluster) -> None:
     work = KernelWork("memory", 0, 2039e6)
     assert kernel_s(selene, work) == pytest.approx(1e-3)
@@ -61,6 +67,8 @@ LINE, PAIRS = (0, 4, 8, 12), (0, 1, 4, 5, 8, 9, 12, 13)  # one and two devices o
         (MessageWork("reduce_scatter", 1e6, LINE), 10 + 3 / 4 * 100 + 3 * 5),
         (MessageWork("broadcast", 1e6, LINE), 10 + 100 + 3 * 5),
         (MessageWork("all_to_all", 1e6, (0, 1, 2, 3)), 10 + 3 / 4 * 10 + 3 * 3),
+        # A node sends to others what each of its two devices has for the other six.
+        (MessageWork("all_to_all", 1e6, PAIRS), 10 + 2 * 6 / 8 * 100 + 3 * 5 + 4 * 3),
         (MessageWork("send", 1e6, (0, 4)), 10 + 100 + 5),
         (MessageWork("send", 1e6, (0, 4), sharers=4), 10 + 2 * 100 + 5),  # four on two links
         # Large sums go round a ring, with 6 hops between nodes and 8 within them.

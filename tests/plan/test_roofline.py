@@ -12,8 +12,10 @@ from gridformer.memory.quick import quick_peaks
 from gridformer.memory.ranks import largest_ranks
 from gridformer.models import count_parameters
 from gridformer.parallel.auto.decisions import decide_run
-from gridformer.plan.predict import on_device_type, predict
+from gridformer.plan.predict import on_device_type, predict, record_run
 from gridformer.plan.roofline import estimate
+from gridformer.record import Start
+from gridformer.utils.units import format_bytes
 from tests.support.marks import full_unless
 from tests.support.plans import cluster
 
@@ -151,6 +153,32 @@ def test_kinds_of_kernels_agree() -> None:
     load, parts = estimate(run, cluster()).load, predict(run, cluster(), memory=False).parts
     assert load.products == pytest.approx(parts.products, rel=0.02)
     assert load.attention == pytest.approx(parts.attention, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {**MEGATRON, "dp": 2, "experts_over": ["dp"]},
+        {**OPTIMUS, "experts_over": ["rows"]},
+        # Where only the first branch has tokens, it sends all of them.
+        {"scheme": "subgraph", "branches": 2, "common": "first", "experts_over": ["branches"]},
+    ],
+    ids=["columns share experts", "columns share the experts of rows", "cSub"],
+)
+def test_each_token_travels_once_to_an_expert(layout: dict[str, Any]) -> None:
+    """Columns send parts of their tokens, and gather those of their experts."""
+    model = {**LLAMA, "n_experts": 8, "experts_per_token": 2, "expert_size": 2048}
+    run = run_of(model, layout, "model.n_layers=2", global_batch=16)
+    traced = predict(run, cluster(), memory=False).parts.exposed["experts"]
+    assert estimate(run, cluster()).load.exposed["experts"] == pytest.approx(traced, rel=0.1)
+    reasons = decide_run(run).choices.reasons
+    (sent,) = {
+        one.size
+        for one in record_run(run).traces[0].unfolded()
+        if isinstance(one, Start) and (one.axis, one.dtype) == ("experts", "bfloat16")
+    }
+    said = f"a device sends {format_bytes(2 * sent)} of tokens"
+    assert any(said in one for one in reasons), reasons
 
 
 def test_without_a_head_of_tokens_nothing_multiplies_by_their_table() -> None:

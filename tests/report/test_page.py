@@ -112,6 +112,18 @@ def test_waits_do_not_count_as_the_work_in_which_they_are(tmp_path: Path) -> Non
     assert read_timeline(tmp_path / "trace-step-8.json") is None
 
 
+def test_a_part_that_takes_no_time_leaves_the_timeline_whole(tmp_path: Path) -> None:
+    path = step_trace(tmp_path)
+    before, whole = read_timeline(path), json.loads(path.read_text())
+    assert before is not None
+    pass_ = next(one for one in whole["traceEvents"] if one["name"].startswith("forward"))
+    whole["traceEvents"].append({**pass_, "name": "short", "ts": 5e3, "dur": 0})
+    path.write_text(json.dumps(whole))
+    after = read_timeline(path)
+    assert after is not None
+    assert after.seconds == before.seconds
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "1" + "0" * 400, "1e300"])
 @pytest.mark.parametrize("key", ["ts", "dur", "pid", "bytes"])
 def test_a_timeline_whose_numbers_are_no_times_is_left_out(

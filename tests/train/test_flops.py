@@ -34,13 +34,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "transformer": {"family": "transformer", "n_decoder_layers": 1},
     "transformer, pre-norm": {"family": "transformer", "norm_position": "pre"},
     "llama": {"family": "llama", "n_heads": 6, "n_kv_heads": 2, "head_dim": 4, "tied_head": False},
-}
+    "mixture": {
+        "family": "llama", "head_dim": 4, "n_layers": 3, "n_experts": 5, "experts_per_token": 2,
+        "expert_size": 7, "shared_size": 6, "dense_layers": 1,
+    },
+}  # fmt: skip
+GROUPED = (torch.ops.gridformer.grouped_product, torch.ops.gridformer.grouped_sum)
 HOW = ("none", "selective", "full", "except_attention")
 QUICK = {
     *(("gpt2", "selective"), ("bert", "full"), ("gpt2, labels", "none")),
     *(("t5", "full"), ("transformer", "none"), ("bert, pre-norm, alone", "full")),
     ("llama", "full"),
-    ("gpt2", "except_attention"),
+    *(("gpt2", "except_attention"), ("mixture", "full")),
 }
 
 
@@ -64,6 +69,8 @@ class Counter(TorchDispatchMode):
             self.total += attention(*args[:3])
         elif packet == aten._scaled_dot_product_flash_attention_for_cpu_backward:
             self.total += 2 * attention(*args[1:4])
+        elif packet in GROUPED:  # rows [S, K], and matrices [E, K, N] or rows [S, N]
+            self.total += 2 * args[0].numel() * args[1].shape[-1]
         return out
 
 

@@ -71,7 +71,7 @@ def kernel_s(cluster: Cluster, work: KernelWork) -> float:
     memory_s = work.bytes / (
         cluster.device.memory_gbps.value * 1e9 * cluster.number("memory_efficiency")
     )
-    if work.kind == "memory":
+    if work.kind == "memory" or not work.flop:  # or a product of no rows
         return memory_s
     rate = _peak(cluster, work.dtype) * 1e12 * cluster.number("product_efficiency")
     if work.kind == "attention" and not cluster.device.fused_attention and len(work.shape) == 6:

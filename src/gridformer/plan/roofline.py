@@ -181,9 +181,8 @@ class _Step:
                 backward.add(there, choice.product.count * again)  # with the kernels around it
             layer += self._elements(choice) / n * self.item
             if choice.product.name == f"{EXPERTS}_up" and self.layout.experts_over:
-                h, k = self.run.model.hidden_size, self.run.model.experts_per_token
-                apart = self.choices.rows * (self.choices.cols if choice.common else 1)
-                sent = self.times.experts(h, k, apart)
+                model = self.run.model
+                sent = self.times.experts(model.hidden_size, model.experts_per_token)
                 forward.add(sent, choice.product.count * (1 + again))
                 backward.add(sent, choice.product.count)
             if self.choices.redistributed(choice):

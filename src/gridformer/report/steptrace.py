@@ -134,7 +134,7 @@ def _seconds(work: Sequence[Slice], waits: Sequence[Slice]) -> dict[str, float]:
     """Returns seconds by kind: waits count as waits only, whatever the process waited in."""
     edges: list[tuple[float, int, int, Slice]] = []
     for level, slices in ((0, work), (1, waits)):
-        for one in slices:
+        for one in (one for one in slices if one.end > one.start):
             edges += [(one.start, 1, level, one), (one.end, 0, level, one)]
     edges.sort(key=lambda edge: (edge[0], edge[1]))
     inside: tuple[list[Slice], list[Slice]] = ([], [])

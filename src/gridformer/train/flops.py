@@ -75,7 +75,7 @@ class StepFlops:
         forward = layers + (0 if layers_only else _heads(model, s))
         again = 0
         if run.train.recomputes_blocks:
-            # Nothing reads the result of the last product, except for a norm after the layer.
+            # Nothing else reads the result of the last product, except for a norm after the layer.
             again = layers - last * (stops_early and model.norm_position == "pre")
             if run.train.recompute == "except_attention":  # whose kernel is fused
                 again -= 2 * scores
@@ -97,21 +97,23 @@ def _stack(model: ModelConfig, n_layers: int, s: int, source: int = 0) -> tuple[
 
     Returns:
         The operations of the forward pass of all layers; of their products of queries and keys,
-        which are as many as those with values; and of the last product of each layer.
+        which are as many as those with values; and of the last product of each layer, if nothing in
+        the layer reads its result.
     """
     h, inner = model.hidden_size, model.n_heads * model.head_width
     both = inner + model.kv_heads * model.head_width
     scores = n_layers * 2 * s * (s + source) * inner
-    widths = n_layers * model.ffn_size
+    widths = unread = n_layers * model.ffn_size
     if model.n_experts:
         widths = model.ffn_widths(model.experts_per_token)
-    last = 2 * s * h * widths
+        unread = model.ffn_widths(0)  # the gradients of gates read what experts return
+    inside = 2 * s * h * widths
     weights = s * 2 * both * h  # queries and output, keys and values
     if source:
         weights += s * 2 * inner * h + source * 2 * inner * h
     routers = 2 * s * h * model.n_experts * (n_layers - model.dense_layers)
-    forward = n_layers * 2 * weights + 2 * scores + (2 + model.gated) * last + routers
-    return forward, scores, last
+    forward = n_layers * 2 * weights + 2 * scores + (2 + model.gated) * inside + routers
+    return forward, scores, 2 * s * h * unread
 
 
 def _heads(model: ModelConfig, s: int) -> int:

@@ -150,6 +150,14 @@ class Choices:
         """Whether every device holds all of the activations between sections."""
         return self.between == "replicated"
 
+    @property
+    def routed_apart(self) -> int:
+        """Over how many devices the tokens that travel to experts are divided.
+
+        In D&SP-cSub each of them travels from the first device of a row, or from all.
+        """
+        return self.rows * (1 if self.between == "first" else self.cols)
+
     # ------------------------------------------------------------------ parameters
 
     @property

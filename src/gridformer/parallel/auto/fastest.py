@@ -378,12 +378,13 @@ class ProductTimes:
         load.memory, load.launches = self.costs.moved_s(6 * n_bytes), 5.0
         return load
 
-    def experts(self, hidden_size: int, k: int, apart: int) -> Load:
+    def experts(self, hidden_size: int, k: int) -> Load:
         """Returns the load of sending tokens to k experts each and back, in one direction.
 
-        Their rows are sorted before and after. `apart` devices have different tokens.
+        Their rows are sorted before and after.
         """
-        n_bytes = self.work.tokens / apart * k * hidden_size * self.work.itemsize
+        tokens = self.work.tokens / self.choices.routed_apart
+        n_bytes = tokens * k * hidden_size * self.work.itemsize
         load = Load(memory=self.costs.moved_s(_SORTS * n_bytes), launches=_MIXTURE)
         load.exposed["experts"] = 2 * self.message("all_to_all", n_bytes, "experts").seconds
         return load

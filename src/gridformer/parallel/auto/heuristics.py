@@ -93,8 +93,8 @@ def decide(
             + f" over rows, {format_bytes(chosen.received_keys() * work.itemsize)} per step"
         )
     if layout.experts_over:
-        apart = rows * (cols if any(choice.common for choice in products.values()) else 1)
-        sent = work.tokens / apart * model.experts_per_token * model.hidden_size * work.itemsize
+        sent = work.tokens * model.experts_per_token / chosen.routed_apart
+        sent *= model.hidden_size * work.itemsize
         chosen.reasons.append(
             f"experts: {' x '.join(layout.experts_over)} have different ones; a device sends "
             f"{format_bytes(sent)} of tokens to them in each layer, and gets as much back"
