@@ -119,6 +119,21 @@ def test_all_operations_of_a_cpu_take_such_turns(monkeypatch: pytest.MonkeyPatch
     assert ({*of_operations}, of_the_host) == ({64}, 1)
 
 
+def test_times_are_means_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other of two processes has taken three times as long."""
+    monkeypatch.setattr(device.comm, "all_reduce", lambda own, axis: own + 3 * own)
+    measured = Measurements({"memory": [["add", "float32", 2, 64.0, 10.0]]}, host=[1e-6, 1e-3])
+    measured.average(Axis("world", 2, 0))
+    assert measured.rows == {"memory": [["add", "float32", 2, 64.0, 20.0]]}
+    assert measured.host == pytest.approx([2e-6, 2e-3])
+
+
+def test_what_several_processes_could_not_measure_is_said_once() -> None:
+    measured = Measurements(failures=["one"], backend="gloo")
+    measured.extend(Measurements(failures=["one", "two"]))
+    assert (measured.failures, measured.backend) == (["one", "two"], "gloo")
+
+
 def test_groups_of_several_sizes_divide_the_processes() -> None:
     assert [group_sizes(n) for n in (2, 4, 8, 9, 16)] == [[2], [2, 4], [2, 8], [3, 9], [2, 4, 16]]
 

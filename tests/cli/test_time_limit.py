@@ -34,13 +34,21 @@ def waits_for_a_busy_one():
     child.start()
     child.join()
 
-if sys.argv[1] == "beside_a_busy_child":  # which has taken more than this process will
-    child = multiprocessing.get_context("fork").Process(target=busy, args=(3.0,))
-    child.start()
-    child.join(2.5)
-    work = busy
-else:
-    work = locals()[sys.argv[1]]
+def briefly():
+    busy(0.1)
+
+work, _, beside = sys.argv[1].partition(" beside ")
+if beside:  # a child that has taken more than this process will, and ends after it
+    parent, (read, write) = os.getpid(), os.pipe()
+    if os.fork() == 0:
+        busy(1.0)
+        os.write(write, b".")
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        print("done", flush=True)
+        os._exit(0)
+    os.read(read, 1)
+work = locals()[work]
 with patch.object(shared, "_LOOK_S", 0.02), shared.time_limit(0.3, "do less"):
     work()
 print("not stopped")
@@ -51,14 +59,21 @@ SENTENCE = (
 )
 
 
-@pytest.mark.parametrize(
-    "work", ["busy", "swallows", "starts_another", "waits_for_a_busy_one", "beside_a_busy_child"]
-)
-def test_a_sentence_ends_it_and_all_that_it_has_started(work: str) -> None:
-    """Its output ends once no process that it has started holds the pipe anymore."""
+def ended(work: str) -> tuple[int, str, str]:
+    """Run the program until no process that it has started holds the pipe of its output."""
     command = [sys.executable, "-c", PROGRAM, work]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", SENTENCE)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("work", ["busy", "swallows", "starts_another", "waits_for_a_busy_one"])
+def test_a_sentence_ends_it_and_all_that_it_has_started(work: str) -> None:
+    assert ended(work) == (2, "", SENTENCE)
+
+
+def test_a_process_that_was_there_before_goes_on_and_does_not_count() -> None:
+    assert ended("busy beside a child") == (2, "done\n", SENTENCE)
+    assert ended("briefly beside a child") == (0, "not stopped\ndone\n", "")
 
 
 def test_errors_in_time_are_those_of_the_block() -> None:

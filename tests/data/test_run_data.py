@@ -114,6 +114,8 @@ def test_fingerprints_name_the_source_that_changed(
     assert any(said.startswith("b: tokens of train is") for said in swapped.differences(there))
     renamed = fingerprint(RunData.open(a_mixture(one, ("c", second, 1.0)).data))
     assert renamed.differences(there) == ["it is read from a and c, there from a and b"]
+    turned = fingerprint(RunData.open(a_mixture(other, one).data))
+    assert turned.differences(there) == ["it is read from b and a, there from a and b"]
     sets = {"validation": [{"name": "b"}]}
     fewer = fingerprint(RunData.open(a_mixture(one, other, data=sets).data))
     assert fewer.differences(there) == [], "a validation set may come or go"

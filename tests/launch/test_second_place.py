@@ -189,6 +189,7 @@ def test_a_copy_that_is_damaged_too_or_older_is_not_used(
     assert f"file://{tmp_path}/far/{name} is damaged (its checksum is wrong)" in said.err
     assert "this copy cannot replace" in said.err
     assert f"resuming after step 2 from {out}/checkpoints/step-00000002" in said.out
+    assert "resuming from its copy" not in said.err
     flip_a_bit(out / "checkpoints/step-00000005/shard-00001.safetensors")
     RemoteStore(f"file://{tmp_path}/far").remove("step-00000005")
     with pytest.raises(CheckpointError, match="=true resumes from the checkpoint before it"):

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gridformer.mesh import Axis
 from gridformer.models.blocks.experts import Balance, MixtureOfExperts, Router
-from gridformer.parallel.tensor.experts import move_biases
+from gridformer.parallel.tensor.experts import TokensOfGrid, move_biases
+from gridformer.parallel.tensor.summa import Replicated
 from tests.support.reference.shared import (
     V,
     assert_close,
@@ -159,6 +161,16 @@ def test_all_tokens_on_one_expert() -> None:
     for matrix in (mixture.experts.gate, mixture.experts.up, mixture.experts.down):
         assert matrix.weight.grad is not None
         assert matrix.weight.grad.flatten(1).any(1).tolist() == [False, False, False, True, False]
+
+
+def test_the_last_devices_have_the_tokens_that_are_left() -> None:
+    """Of five tokens over four devices the last one has none."""
+    x, lies = torch.zeros(1, 5, 8), []
+    for index in range(4):
+        axis = Axis("col", 4, index)
+        tokens = TokensOfGrid(axis, "whole", Replicated(axis), Axis("experts"), 5)
+        lies.append(tokens._part(x))
+    assert lies == [2, 2, 1, 0]
 
 
 # --------------------------------------------------------------------------- balance

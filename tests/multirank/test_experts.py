@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from gridformer.comm import irregular, record_messages
+from gridformer.config import LayoutConfig
 from gridformer.exactness import METHODS
 from gridformer.models.blocks.experts import Router
 from tests.support.fuzz.case import Case
 from tests.support.fuzz.ranks import check_case
 from tests.support.marks import full_unless
-from tests.support.multirank.exactness import EVERYTHING, compare, worst_of
+from tests.support.multirank.exactness import EVERYTHING, axes_of, compare, worst_of
 from tests.support.multirank.layouts import Layout, n_of
 from tests.support.multirank.matrix import MODELS, SETTINGS
 from tests.support.multirank.pool import WorkerPool
@@ -57,6 +59,11 @@ CASES: dict[str, tuple[Layout, Settings, Settings]] = {
     "* 8 of 9": (FIRST, EIGHT_OF_NINE, {}),
     "8 of 9, over rows": ({**SQUARE, "experts_over": ["rows"]}, EIGHT_OF_NINE, {}),
     "the only one": ({**REPLICAS, "dp_mode": "zero1"}, {**ONE_OF_NINE, "n_experts": 1}, {}),
+    "* more replicas than experts": (
+        {**GROUPS, "dp_mode": "fsdp", "experts_dp": 0},
+        {**ONE_OF_NINE, "n_experts": 2},
+        {},
+    ),
     "groups, replicate": (GROUPS, SOFTMAX, {}),
     "groups, zero1": ({**GROUPS, "dp_mode": "zero1"}, SOFTMAX, {}),
     "* groups, fsdp": ({**GROUPS, "dp_mode": "fsdp"}, SIGMOID, {}),
@@ -118,6 +125,58 @@ def test_all_tokens_may_go_to_one_expert(pool: WorkerPool, layout: Layout) -> No
     """Devices with the other experts get no tokens, and their gradients are zero."""
     model = {**SOFTMAX, "experts_per_token": 1, "balance_loss": 0.0, "normalized_gates": False}
     worst_of(pool.run(n_of(layout), to_one, layout, model))
+
+
+def expert_ranks(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks with different experts, and those with the same ones, as one rank."""
+    axes = axes_of(LayoutConfig(**layout))
+    return axes["experts"].ranks, axes["experts_replicate"].ranks
+
+
+@pytest.mark.parametrize(
+    ("layout", "apart", "same"),
+    [
+        (
+            {**GROUPS, "dp": 6, "experts_dp": 3},
+            [(0, 1, 2)] * 3 + [(3, 4, 5)] * 3,
+            [(0, 3), (1, 4), (2, 5)] * 2,
+        ),
+        (
+            {**GROUPS, "scheme": "megatron", "cols": 2},  # neighbors are two ranks apart
+            [(0, 2), (1, 3), (0, 2), (1, 3), (4, 6), (5, 7), (4, 6), (5, 7)],
+            [(0, 4), (1, 5), (2, 6), (3, 7)] * 2,
+        ),
+        (
+            {**COLUMNS, "dp": 4, "experts_over": ["dp", "cols"], "experts_dp": 2},
+            [(0, 1, 2, 3)] * 4 + [(4, 5, 6, 7)] * 4,
+            [(0, 4), (1, 5), (2, 6), (3, 7)] * 2,
+        ),
+    ],
+    ids=["replicas", "beside columns", "with columns"],
+)
+def test_neighbors_share_the_experts(
+    pool: WorkerPool, layout: Layout, apart: list[tuple[int, ...]], same: list[tuple[int, ...]]
+) -> None:
+    """Each two or three neighboring replicas have all experts together."""
+    assert pool.run(n_of(layout), expert_ranks, layout) == [*zip(apart, same)]
+
+
+def moved_rows() -> float:
+    """Send rows of three elements, all but a few of which stay; return how many are counted."""
+    axis = axes_of(LayoutConfig(**REPLICAS))["experts"]
+    sends = [5, 2] if axis.index == 0 else [1, 6]
+    receives = [5, 1] if axis.index == 0 else [2, 6]
+    x = torch.arange(sum(sends)).repeat(3, 1).t() + 10.0 * axis.index
+    with record_messages() as recorder:
+        got = irregular.all_to_all_rows(x, sends, receives, axis, "why")
+    want = [0, 1, 2, 3, 4, 10] if axis.index == 0 else [5, 6, 11, 12, 13, 14, 15, 16]
+    assert got[:, 0].tolist() == want
+    return recorder.moved("why", "experts")
+
+
+def test_rows_that_stay_are_not_moved(pool: WorkerPool) -> None:
+    """A rank sends two rows and gets one, the other one the reverse: the larger number counts."""
+    assert pool.run(2, moved_rows) == [2 * 3, 2 * 3]
 
 
 # --------------------------------------------------- moves and types

@@ -51,6 +51,22 @@ def test_advice_prefers_traces_to_estimates() -> None:
     assert large.best.settings != by_estimate.settings
     assert large.too_large is not None
     assert large.too_large.peak_gib == 1e3
+    assert again(step_s=50.0, fits=False, peak_gib=1e3).too_large is None, "others save more"
+
+
+def test_what_a_trace_needs_more_than_its_estimate_its_neighbors_need_too() -> None:
+    asked, best = Search(run_of(), cluster(), 8), found_on_8().layouts[0]
+    slow = replace(best, estimate=replace(best.estimate, step_s=100.0))
+    changes = []
+    for times in (1.0, 2.0):
+        gib = times * best.estimate.peak_gib
+        traced = replace(trace_of(best), step_s=100.0, peak_gib=gib)
+        change = advise(asked, replace(slow, prediction=traced)).best
+        assert change is not None
+        assert arrangement(change.run.layout) == arrangement(best.run.layout)
+        changes.append(change)
+    assert changes[1].settings == changes[0].settings
+    assert changes[1].peak_gib == pytest.approx(2 * changes[0].peak_gib)
 
 
 def test_advice_names_what_takes_most_time_messages_behind_computation_apart_and_no_noise() -> None:

@@ -70,6 +70,8 @@ def test_messages_of_a_group_travel_one_after_the_other() -> None:
     same: list[Item] = [message(1, 5.0), message(2, 5.0), wait(1), wait(2)]
     other: list[Item] = [message(1, 5.0), message(2, 5.0, "row"), wait(1), wait(2)]
     assert (one(same).end, one(other).end) == (10.0, 5.0)
+    second = one([message(1, 5.0), message(2, 5.0), wait(2)])
+    assert (second.exposed["col"], second.bubble) == (10.0, 0.0), "no rank came late to it"
 
 
 def test_a_message_begins_when_what_was_launched_before_is_done() -> None:
@@ -86,6 +88,21 @@ def test_who_comes_late_lets_others_wait(on_cpu: bool) -> None:
     early, late = both
     assert (early.end, early.bubble, early.exposed["col"]) == pytest.approx((6.0, 3.0, 2.0))
     assert (late.end, late.bubble, late.exposed["col"]) == pytest.approx((6.0, 0.0, 2.0))
+
+
+@pytest.mark.parametrize(("behind", "kind"), [(3.0, "bubble"), (1.0, "exposed")])
+def test_a_timeline_names_a_wait_after_what_takes_most_of_it(behind: float, kind: str) -> None:
+    """A message of 2 s travels when the other rank has come to it."""
+    programs: dict[int, list[Item]] = {
+        rank: [kernel(seconds), message(1, 2.0), wait(1)]
+        for rank, seconds in enumerate((1.0, 1.0 + behind))
+    }
+    early, late = (
+        [(one.kind, one.start, one.end) for one in spent.intervals if one.name == "waits for col"]
+        for spent in replay(programs, 0.0, timeline=True)
+    )
+    assert early == [(kind, 1.0, 3.0 + behind)]
+    assert late == [("exposed", 1.0 + behind, 3.0 + behind)]
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
@@ -200,3 +217,16 @@ def test_the_two_directions_of_a_link_do_not_disturb_each_other() -> None:
 
     assert end("send") == end("send", "recv") == pytest.approx(3.0)
     assert end("send", "send") == pytest.approx(6.0)
+
+
+def test_messages_that_are_posted_together_share_their_time_by_size() -> None:
+    """A rank sends for 3 s: to the first one 10 of 30 elements, of two on the link at a time."""
+
+    def posted(seconds: float, *parts: Part) -> list[Item]:
+        start = Start(1, "p2p", "pp", (0, 1, 2), HERE, "pp", parts=parts)
+        return [Send(1, start, seconds, "forward", 0.0), wait(1)]
+
+    sends = [Part("send", peer, size, "float32") for peer, size in ((1, 10), (2, 20))]
+    first = [kernel(1.0), *posted(3.0, *sends)]
+    others = [posted(0.0, Part("recv", 0, size, "float32")) for size in (10, 20)]
+    assert [spent.end for spent in on_cpus([first, *others], 3, 3)] == pytest.approx([4, 3, 4])

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gridformer.config import parse_run
+from gridformer.models.kernels.grouped import grouped_product, grouped_sum
 from gridformer.plan.predict import record_run
 from gridformer.record.events import Kernel
 from gridformer.record.kernels import launched_work
@@ -82,6 +83,19 @@ def test_a_loss_reads_the_logarithms_of_its_targets_alone() -> None:
         F.nll_loss(LOGITS, PLACES, reduction="sum")
     (work,) = [one for one in launches.found if one.op == "nll_loss_forward"]
     assert T * (8 + 4) <= work.bytes <= T * (8 + 4) + 2 * 4  # and two results
+
+
+def test_products_of_groups_are_recorded_as_if_all_groups_were_equal() -> None:
+    """7 rows of 3 elements, which 4 experts multiply by [3, 5], and sums over their rows."""
+    x, y, w = torch.zeros(7, 3), torch.zeros(7, 5), torch.zeros(4, 3, 5)
+    ends = torch.tensor([2, 2, 5, 7], dtype=torch.int32)
+    with Launches() as launches:
+        grouped_product(x, w, ends)
+        grouped_sum(x, y, ends)
+    product, total = launches.found
+    flop, n_bytes = 2 * 7 * 3 * 5, 4 * (7 * 3 + 4 * 3 * 5 + 7 * 5) + 4 * 4
+    assert (product.shape, product.flop, product.bytes) == ((4, 2, 5, 3), flop, n_bytes)
+    assert (total.shape, total.flop, total.bytes) == ((4, 3, 5, 2), flop, n_bytes)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,21 @@ def test_numbers_and_charts_of_a_run(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_losses_and_loads_are_means_of_the_last_steps(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in range(4, 34):
+            line = {"step": step, "loss": 9.0 if step < 14 else 4.0, "experts_idle": 0.0}
+            file.write(json.dumps(line | {"experts_fullest": 8.0 if step < 14 else 2.0}) + "\n")
+    start = '{"event": "start", "step": 0}\n'
+    for n_starts in (1, 2):
+        (folder / "events.jsonl").write_text(start * n_starts)
+        rows = {name: values[0] for name, values in summary(read_runs([folder]))}
+        assert rows["training loss"] == "4 (mean of the last 20 steps)"
+        assert rows["fullest expert"] == "2 times the mean load (last 20 steps)"
+        assert rows.get("starts") == (None if n_starts == 1 else "2")
+
+
 def test_scores_of_numbers_have_no_perplexity(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     text = (folder / "config.yaml").read_text()

@@ -257,6 +257,7 @@ def test_a_second_interrupt_ends_a_process_unless_it_is_the_first_passed_on(
     stop = signals.install(signals.StopPolicy(again_after_s=again_after_s))
     try:
         stop._arrived(signum)
+        stop._arrived(signal.SIGTERM)
         assert codes == []
         stop._arrived(signum)
         assert codes == ended
