@@ -138,6 +138,20 @@ def test_groups_of_several_sizes_divide_the_processes() -> None:
     assert [group_sizes(n) for n in (2, 4, 8, 9, 16)] == [[2], [2, 4], [2, 8], [3, 9], [2, 4, 16]]
 
 
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_to_all", "broadcast"])
+def test_a_message_has_the_bytes_of_its_row(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a rank passes in or, for the first two, those of the gathered buffer."""
+    sent: list[Tensor] = []
+
+    def sends(x: Tensor | list[Tensor], *_: object) -> None:
+        sent.extend([x] if isinstance(x, Tensor) else x)
+
+    monkeypatch.setattr(messages.comm, op, sends)
+    axis = Axis("calibrate", 4, 1)
+    messages.sends_of(axis, torch.device("cpu"))[op](4096)()
+    assert sum(x.nbytes for x in sent) * (4 if op == "all_gather" else 1) == 4096
+
+
 class Clock:
     """A clock that messages move, which take `seconds()`, and that ranks may meet at."""
 

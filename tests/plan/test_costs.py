@@ -94,3 +94,23 @@ def test_messages_in_one_direction_take_their_turns(
     parts += [Part("recv", peer, n * 500_000, "bfloat16") for peer, n in zip((4, 8), received)]
     start = Start(1, "p2p", "pp", (0, 4, 8, 12), Place("", 0, ""), parts=tuple(parts))
     assert costs.start_s(start, 0)[0] == pytest.approx(microseconds * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [
+        ((8, 8, 8, 8), (8, 8, 8, 8)),
+        ((0, 8, 8, 8), (0, 8, 8, 8)),  # without what stays
+        ((32, 0, 0, 0), (4, 8, 4, 12)),
+    ],
+)
+def test_an_all_to_all_takes_the_time_of_what_leaves_or_comes(
+    sent: tuple[int, ...], received: tuple[int, ...]
+) -> None:
+    """24 of 32 x 125,000 bytes cross the links of four devices, at 10 us for 10^6."""
+    run = run_of("devices_per_node=4", "scheme=megatron", "cols=4")
+    there, back = (tuple(62_500 * n for n in one) for one in (sent, received))
+    start = Start(1, "all_to_all", "col", (0, 1, 2, 3), Place("", 0, ""), dtype="bfloat16")
+    times = EventTimes(run, round_cluster(), decide_run(run))
+    seconds = times.start_s(start._replace(pieces=(there, back)), 0)[0]
+    assert seconds == pytest.approx((10 + 3 / 4 * 40 + 3 * 3) * 1e-6)

@@ -61,8 +61,7 @@ def sends_of(axis: Axis, device: torch.device) -> dict[str, Send]:
         return partial(comm.reduce_scatter, new(n_bytes / axis.size).repeat(axis.size), axis, 0)
 
     def all_to_all(n_bytes: int) -> Callable[[], object]:
-        # A rank's own piece is not sent.
-        pieces = [new(n_bytes / (axis.size - 1)) for _ in range(axis.size)]
+        pieces = [new(n_bytes / axis.size) for _ in range(axis.size)]  # its own is not sent
         return partial(comm.all_to_all, pieces, [piece.shape for piece in pieces], axis)
 
     def send(n_bytes: int) -> Callable[[], object]:

@@ -134,12 +134,15 @@ class EventTimes:
                 one = self.costs.message("send", part.size * _itemsize(part.dtype), there)
                 sums[part.what] = [a + b for a, b in zip(sums[part.what], one)]
             return MessageTime(*map(max, zip(*sums.values())))
-        n_bytes = start.size * _itemsize(start.dtype) if start.dtype else 4
+        n_bytes = float(start.size * _itemsize(start.dtype) if start.dtype else 4)
         op: Any = "all_reduce" if start.op == "barrier" else start.op
         if op == "all_gather":
             n_bytes *= n
         elif op == "all_to_all" and start.pieces is not None:
-            n_bytes = sum(start.pieces[0]) * _itemsize(start.dtype)
+            # A rank's own piece, which may be left out, is taken for as large as others.
+            own = start.ranks.index(rank)
+            moved = max(sum(one) - one[own] for one in start.pieces)
+            n_bytes = moved * _itemsize(start.dtype) * n / max(1, n - 1)
         return self.costs.message(op, n_bytes, self.groups.places(tuple(start.ranks)))
 
 
