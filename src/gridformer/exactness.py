@@ -87,6 +87,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "clip_by_layer": {"clip_by": "layer"},
     "in_backward, not clipped": {"update": "in_backward", "clip_norm": 0.0},
     "offload": {"offload": "optimizer"},
+    "muon": {"optimizer": "muon"},
+    "muon by head": {"optimizer": "muon", "muon_by_head": True, "clip_by": "layer"},
     "all": {**IN_BACKWARD, "offload": "optimizer", "recompute": "full", "loss_chunk_tokens": 21},
 }
 

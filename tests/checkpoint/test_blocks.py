@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gridformer.checkpoint import checkpoint, safetensors_file
+from gridformer.checkpoint import safetensors_file
 from gridformer.checkpoint.blocks import (
     BlockIndex,
     Snapshot,
@@ -17,18 +17,12 @@ from gridformer.checkpoint.blocks import (
     bytes_of,
     joined_index,
     packed_part,
-    with_moments,
     written_here,
 )
 from gridformer.checkpoint.safetensors_file import positions_in, read_blocks, write_file
-from gridformer.config import LayoutConfig, TrainConfig
-from gridformer.config.train import DType
 from gridformer.mesh import Axes, Axis
-from gridformer.parallel import build_parallel
 from gridformer.parallel.sharding import ParamShard
-from gridformer.train.step import Stepper
 from gridformer.utils.errors import CheckpointError
-from tests.support.checkpoints import small_run
 
 SIZE = (6, 8)
 
@@ -125,25 +119,6 @@ def test_one_rank_writes_a_block() -> None:
     for size, writes in ((9, True), (6, False)):  # parts of replicas; the last of 6 is padding
         part = {"part": (torch.zeros(3), ParamShard((size,), (6,), replicas=None))}
         assert bool(written_here(part, Axes(dp=Axis("dp", 3, 2)))) == writes
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_what_is_reserved_for_parameters_and_moments_is_what_they_take(dtype: DType) -> None:
-    train = TrainConfig(dtype=dtype)
-    config = small_run(model={"n_layers": 2, "hidden_size": 12}).model
-    model = build_parallel(config, LayoutConfig(), Axes(), 1, torch.device("cpu"), train.dtype)
-    updates = Stepper(model, train, Axes()).updates
-    reserved = with_moments(checkpoint.updated_parameters(model))
-    updates.allocate(1)
-    shards = checkpoint.shards_of(model, updates)
-    assert [*reserved] == [*shards]
-    assert bytes_of(written_here(reserved, Axes())) == bytes_of(written_here(shards, Axes())) > 0
-    for index in range(3):  # replicas divide them, each by their order and sizes
-        axes = Axes(dp=Axis("dp", 3, index))
-        mine = bytes_of(written_here(shards, axes))
-        assert (
-            bytes_of(written_here(reserved, axes)) == mine < bytes_of(written_here(shards, Axes()))
-        )
 
 
 def test_memory_that_was_reserved_is_not_pinned_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gridformer.checkpoint import save as saving
-from gridformer.checkpoint.blocks import TensorBlock, packed_part, with_moments, written_here
+from gridformer.checkpoint.blocks import TensorBlock, packed_part, written_here
 from gridformer.checkpoint.checkpoint import manifest_of, updated_parameters
 from gridformer.checkpoint.manifest import read_manifest
 from gridformer.checkpoint.save import Save
@@ -45,7 +45,10 @@ def blocks_of_all(run: RunConfig) -> Iterator[tuple[int, dict[str, TensorBlock]]
             model = build_parallel(
                 run.model, layout, axes, 1, meta, run.train.dtype, choices, filled=False
             )
-            shards = with_moments(updated_parameters(model))
+            shards = updated_parameters(model)
+            names = [name.removeprefix("model.") for name in shards]
+            for moment in ("exp_avg", "exp_avg_sq"):  # as large as parameters
+                shards |= {f"{moment}.{n}": shards[f"model.{n}"] for n in names}
             for replica in range(layout.dp):
                 of_replica = replace(axes, dp=Axis("dp", layout.dp, replica))
                 yield int(ranks[stage, replica, row, col]), written_here(shards, of_replica)

@@ -70,6 +70,8 @@ def test_equals_one_device(pool: WorkerPool, folders: dict[bool, Path], layout: 
     keys, settings = LAYOUTS[layout], dict(SETTINGS)
     if "pp" in keys or "fsdp" in layout:
         settings["recompute"] = "full"
+    if layout in ("optimus", "branches fsdp"):
+        settings["optimizer"] = "muon"
     n = LayoutConfig(**keys).n_processes
     model = sizes_of_folder(str(folders["pipeline" in layout]))
     how = (on_nccl, compare) if layout in ON_NCCL else (compare,)

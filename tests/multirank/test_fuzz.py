@@ -79,7 +79,7 @@ def test_quick_cases_show_something_of_everything(quick: list[tuple[int, Case]])
     words: dict[str, tuple[type[Any], str]] = {
         "model": (ModelConfig, "family"),
         "layout": (LayoutConfig, "scheme dp_mode gradient_sync common attention feed_forward"),
-        "train": (TrainConfig, "recompute update offload clip_by compile"),
+        "train": (TrainConfig, "recompute update offload clip_by compile optimizer"),
     }
     for section, (schema, names) in words.items():
         for name in names.split():

@@ -46,6 +46,7 @@ EXPERTS: dict[str, Any] = {"family": "llama", "n_experts": 4, "experts_per_token
 # `make test`.
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "one device": ({}, {"recompute": "selective"}, {}),
+    "moments in bfloat16": ({}, {"moments_dtype": "bfloat16"}, {}),
     "pipelined products": ({**OPTIMUS, "schedule": "pipelined"}, FULL, {}),
     "sums over replicas*": ({**MEGATRON, "dp": 2}, {"dtype": "bfloat16"}, {}),
     "gathered products": ({**OPTIMUS, "schedule": "gather", "dp": 2}, FULL, {}),

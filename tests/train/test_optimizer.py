@@ -153,7 +153,8 @@ def test_offloaded_moments_are_copied_there_and_back() -> None:
             assert not set(here) & {address for each in homes.values() for address in each}
 
     for unit in device.updates.units:
-        unit.optimizer.register_step_pre_hook(look)
+        for optimizer in unit.optimizers:
+            optimizer.register_step_pre_hook(look)
     for number in range(2):
         step(device, number)
     assert sorted(seen) == sorted([*homes, *homes]), "each parameter's, once a step"

@@ -25,7 +25,6 @@ from gridformer.mesh import Axes
 from gridformer.parallel.sharding import ParamShard
 from gridformer.utils.errors import CheckpointError
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _ALIGNED = 64  # bytes of memory at which each copy begins
 PARAMETER = "model."  # before the names of parameters
 # By global name, a local tensor and its position in the global tensor.
@@ -64,16 +63,6 @@ class TensorBlock:
             there.append(slice(begin - other, end - other))
             here.append(slice(begin - mine, end - mine))
         return tuple(there), tuple(here)
-
-
-def with_moments(parameters: Shards) -> Shards:
-    """Returns parameters, and again under the names of their moments, which will be as large."""
-    moments = {
-        f"{moment}.{name.removeprefix(PARAMETER)}": shard
-        for name, shard in parameters.items()
-        for moment in MOMENTS
-    }
-    return {**parameters, **moments}
 
 
 def written_here(shards: Shards, axes: Axes) -> dict[str, TensorBlock]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gridformer.checkpoint.blocks import MOMENTS, PARAMETER, TensorBlock
+from gridformer.checkpoint.blocks import PARAMETER, TensorBlock
 from gridformer.checkpoint.manifest import Divergences, Manifest, verify_checkpoint
 from gridformer.config import RunConfig
 from gridformer.config.data import whole_weights
@@ -51,7 +51,7 @@ class Optimizer(Protocol):
 
     @property
     def state(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """For each parameter that this rank updates, its moments by name."""
+        """For each parameter that this rank updates, its moments by name, and perhaps `step`."""
 
     def allocate(self, step: int) -> None:
         """Allocates the state of an optimizer that has made `step` updates, to be filled."""
@@ -147,9 +147,10 @@ def updated_parameters(model: nn.Module) -> dict[str, tuple[Tensor, ParamShard]]
 def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Tensor, ParamShard]]:
     state = optimizer.state
     return {
-        f"{moment}.{name}": (state[parameter][moment], shard_of(parameter))
+        f"{moment}.{name}": (x, shard_of(parameter))
         for name, parameter in owned(model)
-        for moment in MOMENTS
+        for moment, x in sorted(state[parameter].items())
+        if moment != "step"
     }
 
 
@@ -185,6 +186,8 @@ def check_same_run(
         )
     there, here = manifest.run, run.model_dump(mode="json")
     differences = other_model(manifest, run)
+    if (before := there["train"].get("optimizer", "adamw")) != run.train.optimizer:
+        differences.append(f"train.optimizer is {run.train.optimizer}, there {before}")
     # Older checkpoints do not have the key, because their runs began with random weights.
     begun, begins = there["train"].get("init_from"), here["train"]["init_from"]
     if (begun and os.path.abspath(begun)) != (begins and os.path.abspath(begins)):

@@ -21,7 +21,6 @@ from gridformer.checkpoint.blocks import (
     Snapshot,
     TensorBlock,
     bytes_of,
-    with_moments,
     written_here,
 )
 from gridformer.checkpoint.manifest import Manifest
@@ -94,11 +93,10 @@ class Saver:
             return False
         return (thread is not None and thread.is_alive()) or not save.has_ended()
 
-    def reserve(self, parameters: Shards) -> None:
-        """Takes the memory for copies of parameters and moments, which takes seconds with a GPU."""
-        if any(tensor.is_cuda for tensor, _ in parameters.values()):
-            saved = written_here(with_moments(parameters), self.axes)
-            self._copies.reserve(bytes_of(saved), pinned=True)
+    def reserve(self, shards: Shards) -> None:
+        """Takes the memory for copies of what is saved, which takes seconds with a GPU."""
+        if any(tensor.is_cuda for tensor, _ in shards.values()):
+            self._copies.reserve(bytes_of(written_here(shards, self.axes)), pinned=True)
 
     def save(
         self, manifest: Manifest, shards: Shards, wait: bool = True, last: bool = True

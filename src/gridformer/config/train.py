@@ -14,6 +14,8 @@ from gridformer.utils.units import MOST_LAYERS, MOST_TOKENS
 
 Logger = Literal["tensorboard", "wandb", "mlflow"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]
+# Bfloat16 rounds by up to 1/256, which is to be less than what a moment forgets in a step.
+_SLOWEST = 0.99
 # Signals that clusters send before they end a job. SIGINT is Ctrl-C, the user.
 STOP_SIGNALS = tuple(
     name
@@ -170,6 +172,18 @@ class TrainConfig(Config):
     compile: bool = False
     """true compiles each block with torch.compile. The parts of a block that communicate run
     uncompiled, between compiled regions."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """All parameters are updated by AdamW (adamw), or the matrices of layers by their
+    orthogonalized momentum (muon), and tables, heads and vectors by AdamW. Updates of both are
+    about as large, so the learning rate and the decay serve both."""
+    muon_momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """The momentum of Muon decays at this rate."""
+    muon_by_head: bool = False
+    """true lets Muon take the queries, keys and values of each attention head for a matrix of its
+    own. false takes the matrices as they are in the model."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The moments of the optimizer are kept in this type; with dtype=float64, float32 means
+    float64. bfloat16 takes half the memory. They are rounded once a step."""
     lr: float = Field(default=3e-4, gt=0.0)
     """The learning rate rises to this value during the warm-up and then follows lr_schedule."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
@@ -275,6 +289,13 @@ class TrainConfig(Config):
             )
         if self.update == "in_backward":
             yield from self._update_problems()
+        if self.muon_by_head and self.optimizer != "muon":
+            yield "muon_by_head=true is for optimizer=muon; use it, or muon_by_head=false"
+        if self.moments_dtype == "bfloat16" and self.beta2 > _SLOWEST:
+            yield (
+                f"moments_dtype=bfloat16 rounds away what beta2={self.beta2:g} changes in a step; "
+                f"use beta2={_SLOWEST:g} or less, or moments_dtype=float32"
+            )
         if self.lr_schedule == "inverse_sqrt" and not (self.warmup_steps or self.warmup_fraction):
             yield (
                 "lr_schedule=inverse_sqrt falls as sqrt(warmup_steps / step), so it cannot use "

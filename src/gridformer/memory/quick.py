@@ -274,7 +274,7 @@ def _states(run: RunConfig, choices: Choices) -> tuple[dict[str, float], float]:
         copies, of_grid = (everywhere, 1) if choice.common else (1, grid)
         replicas = layout.shard_over or layout.dp * copies
         in_head = choice.product.section == "head"
-        each = state_bytes(run, replicas)
+        each = state_bytes(run, replicas, not in_head)
         # Of what is not in layers, FSDP gathers the parameters themselves.
         copy = _copy_bytes(run, choices, 1 if in_head else replicas)
         held_bytes = choice.elements * (each + copy) / of_grid
@@ -298,7 +298,7 @@ def _position_states(run: RunConfig, choices: Choices) -> float:
     over_h = choices.cols if boundary.activation_layout == "h" else 1
     over_h *= choices.rows if boundary.h_over else 1
     table = run.model.max_seq_len * run.model.hidden_size / over_h
-    return table * state_bytes(run, run.layout.shards)
+    return table * state_bytes(run, run.layout.shards, matrices=False)
 
 
 def _copy_bytes(run: RunConfig, choices: Choices, replicas: int) -> float:

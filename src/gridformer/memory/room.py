@@ -14,7 +14,7 @@ from gridformer.cluster.file import Cluster
 from gridformer.config import RunConfig
 from gridformer.mesh.gpus import gpus_here, n_visible_gpus, processes_on_a_gpu
 from gridformer.mesh.launch_env import rank_env
-from gridformer.parallel.auto.products import parameter_bytes, state_bytes
+from gridformer.parallel.auto.products import moment_bytes, parameter_bytes, state_bytes
 from gridformer.parallel.registry import spec_of
 from gridformer.utils.process import free_memory
 from gridformer.utils.units import GIB, format_bytes
@@ -105,7 +105,9 @@ def beyond_saving(run: RunConfig, room: Room) -> list[str]:
     """
     layout, elements = run.layout, run.model.matrix_elements
     devices = layout.pp * math.prod(spec_of(layout).grid(layout))
-    moments = 2 if run.train.device == "cpu" else 0  # which a GPU may leave to its host
+    moments = 0.0  # which a GPU may leave to its host
+    if run.train.device == "cpu":
+        moments = moment_bytes(run) / parameter_bytes(run)
     least = elements / devices / layout.dp * (1 + moments) * parameter_bytes(run)
     if least <= room.n_bytes:
         return []

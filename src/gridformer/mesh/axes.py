@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -63,8 +63,8 @@ class MeshRanks(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The names of the axes that `Axes.split` creates: of blocks, which has no group; of the ranks
-    of a block, which hold equal parts; and of these together with `row`.
+    """The names of the axes that `Axes.split` creates: of blocks, one rank of each; of the ranks of
+    a block, which hold equal parts; and of these together with `row`.
     """
 
     block: str
@@ -130,7 +130,7 @@ class Axes:
         each = axis.size // n_blocks
         if split.block not in self.further:
             made = {
-                split.block: Axis(split.block, n_blocks, axis.index // each),
+                split.block: self._across(name, each, split.block),
                 split.copy: self._copies(name, each, (), split.copy),
             }
             made[split.row_copy] = replace(made[split.copy], name=split.row_copy)
@@ -184,14 +184,29 @@ class Axes:
 
     def _copies(self, name: str, each: int, over: Sequence[str], new: str) -> Axis:
         """Creates the axis of the ranks in one block of `each` ranks along an axis."""
-        if self.places is None:
-            return Axis(new)
         if each == 1 and all(self[other].size == 1 for other in over):
+            return Axis(new)
+        return self._grouped(new, name, lambda i: i // each, over)
+
+    def _across(self, name: str, each: int, new: str) -> Axis:
+        """Creates the axis of the ranks at one place in blocks of `each` ranks along an axis."""
+        axis = self._grouped(new, name, lambda i: i % each)
+        n_blocks, block = self[name].size // each, self[name].index // each
+        return replace(axis, size=n_blocks, index=block)
+
+    def _grouped(
+        self, new: str, name: str, by: Callable[[int], int], over: Sequence[str] = ()
+    ) -> Axis:
+        """Creates an axis of ranks for whose index along an axis `by` returns the same.
+
+        They may also differ along the axes `over`.
+        """
+        if self.places is None:
             return Axis(new)
         lines: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank, place in self.places.each():
             block = tuple(
-                i // each if other == name else i
+                by(i) if other == name else i
                 for other, i in zip(self.places.names, place)
                 if other not in over
             )

@@ -182,6 +182,21 @@ def _norms(run: RunConfig) -> Iterator[Violation]:
         yield Violation("norms", text, [_one("layout.stationary", ["auto"])])
 
 
+def _whole_heads(run: RunConfig) -> Iterator[Violation]:
+    """Muon finds each head on one column of devices, of which rows have whole heads."""
+    if not run.train.muon_by_head:
+        return
+    heads, rows = run.model.n_heads, run.layout.rows
+    text = ""
+    if run.model.family == "network":
+        text = "model.family=network, which does not say where heads lie"
+    elif heads % rows and run.model.family != "llama":
+        text = f"layout.rows={rows} may divide one of model.n_heads={heads} heads"
+    if text:
+        text = f"train.muon_by_head=true: {text}"
+        yield Violation("whole heads", text, [_one("train.muon_by_head", [False])])
+
+
 def _expert_axes(run: RunConfig) -> Iterator[Violation]:
     """Experts lie over axes that there are."""
     layout, spec = run.layout, spec_of(run.layout)
@@ -461,6 +476,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _batch,
     _sequence_parts,
     _norms,
+    _whole_heads,
     _expert_axes,
     _experts,
     _nodes,

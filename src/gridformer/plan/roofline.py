@@ -7,6 +7,7 @@ of a family or scheme.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,11 +32,13 @@ from gridformer.parallel.pipeline.partition import (
 )
 from gridformer.parallel.registry import spec_of
 from gridformer.plan.predict import on_device_type, unfused
+from gridformer.train.muon import TOGETHER
 from gridformer.utils.units import GIB
 
 # Passes of memory-bound kernels over logits.
 _LOGITS, _SHARDED_LOGITS = 6, 10  # in float32, forward and backward together
 _UPDATE, _MOMENTS = 32, 16  # bytes of a parameter: that its update moves, and that a host may have
+_TURNS = 5  # of Muon's iteration
 # Kernels that move little: of a step, of a parameter once a step, and of a chunk of the loss.
 _STEP, _PARAMETER, _CHUNK = 70, {"replicate": 1, "zero1": 4, "fsdp": 3}, (15, 30)
 
@@ -155,11 +158,38 @@ class _Step:
             copies = 1 if self.choices.cast_once else 2 * layout.micro_batches
             cast = held * (part if layout.dp_mode == "fsdp" else 1)
             load.memory += self.costs.moved_s(CAST_BYTES * cast * copies)
+        if train.optimizer == "muon":
+            self._orthogonalize(load, share, shards if sharded else 1)
         held *= part * self.wide / 4
         load.memory += self.costs.moved_s(_UPDATE * held)
         if train.offload == "optimizer":
             load.memory += self.costs.kernel_s(KernelWork("copy", 0.0, _MOMENTS * held))
         return load
+
+    def _orthogonalize(self, load: Load, share: StageShares, replicas: int) -> None:
+        """Adds Muon's products of blocks, and their messages; see gridformer.train.muon."""
+        item, dtype = (2, "bfloat16") if self.item == 2 else (4, "float32")
+        axes = "row", self.times.axis
+        for choice in self.choices.products.values():
+            product, here = choice.product, share.share_of(choice.product)
+            rows, cols = (1, 1) if choice.common else (self.choices.rows, self.choices.cols)
+            for width, _ in product.parts or [(choice.n_out, 0)]:
+                if product.section == "head" or not here:
+                    continue
+                k, n = sorted((product.n_in, width))
+                mine = -(-round(product.count * here * product.held) // replicas)
+                together = min(mine, max(1, TOGETHER * rows * cols // (k * n)))
+                times = _TURNS * mine / together
+                for m, inner in ((k / cols, n), (k / cols, k), (n / cols, k)):
+                    shape = math.ceil(k / rows), math.ceil(m), inner
+                    load.products += times * self.costs.product_s(*shape, dtype, item, together)
+                moved = (k * n / cols, k * k / cols), (*[k * k / rows] * 3,)
+                load.memory += _TURNS * mine * self.costs.moved_s(item * sum(map(sum, moved)))
+                for axis, elements in ((axis, x) for axis, each in zip(axes, moved) for x in each):
+                    n_bytes = elements * item * together
+                    message = self.times.message("all_gather", n_bytes, axis)
+                    load.exposed[axis] += times * message.seconds * (not choice.common)
+                load.launches += times * 8
 
     # ------------------------------------------------------------------ parts of a model
 

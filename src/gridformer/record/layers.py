@@ -48,7 +48,11 @@ def removable(run: RunConfig, decisions: Decisions, kept: int, worth: int | None
     Without a pipeline, this is the number for each stack of layers. The shortest stage of the
     shorter model keeps `kept` layers of both kinds, or all. If less than `worth` layers could be
     left out, all are run. With `train.recompute_layers: 0` there are no recomputed ones.
+
+    With Muon none may, because it takes matrices of several layers together.
     """
+    if run.train.optimizer == "muon":
+        return Fewer(0, 0)
     worth = _WORTH if worth is None else worth
     model = run.model
     if run.layout.pp == 1:

@@ -9,8 +9,11 @@ Clipping: `global` uses the norm of all gradients, which is known only after the
 excludes `in_backward`. `layer` clips each unit by its own norm. Both give the same result on every
 layout, and `layer` gives the same result with every `update`.
 
+`optimizer: muon` updates the matrices of layers by gridformer.train.muon, and the rest by AdamW.
+
 `offload: optimizer` keeps the moments in host memory and copies the moments of a unit to the device
-while it is updated. The arithmetic is the same as without offloading.
+while it is updated. The arithmetic is the same as without offloading. Moments that are kept in
+bfloat16 are cast so, too, and rounded after the update.
 """
 
 from __future__ import annotations
@@ -38,9 +41,10 @@ from gridformer.parallel.data.gradients import (
     reduce_gradients,
     scale_gradients,
 )
-from gridformer.parallel.data.zero import replica_part
+from gridformer.parallel.data.zero import own_part
 from gridformer.parallel.sharding import shard_of
 from gridformer.parallel.tensor.summa import sum_within_blocks
+from gridformer.train.muon import Muon, muon_matrices
 
 LABEL = "norms"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -51,29 +55,46 @@ class UpdateUnit:
     """Parameters of this rank that are updated together."""
 
     parameters: list[nn.Parameter]  # the parameters
-    # The tensors that the optimizer updates: the parameters, or this rank's ZeRO shards of them
+    # The tensors that the optimizers update: the parameters, or this rank's ZeRO shards of them
     updated: list[nn.Parameter]
-    optimizer: torch.optim.AdamW  # the AdamW of `updated`
+    optimizers: list[torch.optim.AdamW | Muon]  # the optimizers of `updated`
 
     @staticmethod
-    def of(parameters: list[nn.Parameter], train: TrainConfig) -> UpdateUnit:
-        """Builds a unit of `parameters`; vectors such as biases and norms get no weight decay."""
-        updated = []
-        for parameter in parameters:
-            part = replica_part(parameter)
-            updated.append(parameter if part is None else part)
+    def of(
+        parameters: list[nn.Parameter],
+        train: TrainConfig,
+        axes: Axes,
+        matrices: Mapping[nn.Parameter, int],
+    ) -> UpdateUnit:
+        """Builds a unit of `parameters`; vectors such as biases and norms get no weight decay.
+
+        Muon updates those of them that are among `matrices`, as `muon_matrices` returns them.
+        """
+        orthogonal = {p: matrices[p] for p in parameters if p in matrices}
+        rest = [own_part(parameter) for parameter in parameters if parameter not in orthogonal]
         groups = [
-            {"params": [p for p in updated if p.dim() > 1], "weight_decay": train.weight_decay},
-            {"params": [p for p in updated if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": [p for p in rest if p.dim() > 1], "weight_decay": train.weight_decay},
+            {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or groups[:1],
-            lr=train.lr,
-            betas=(train.beta1, train.beta2),
-            eps=train.adam_eps,
-            fused=True,
-        )
-        return UpdateUnit(parameters, updated, optimizer)
+        optimizers: list[torch.optim.AdamW | Muon] = []
+        if orthogonal:
+            optimizers.append(Muon(orthogonal, train, axes))
+        if rest or not orthogonal:
+            adamw = torch.optim.AdamW(
+                [group for group in groups if group["params"]] or groups[:1],
+                lr=train.lr,
+                betas=(train.beta1, train.beta2),
+                eps=train.adam_eps,
+                fused=True,
+            )
+            optimizers.append(adamw)
+        return UpdateUnit(parameters, [own_part(p) for p in parameters], optimizers)
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """The optimizers' state by updated parameter."""
+        states = [one.state for one in self.optimizers]
+        return {p: state[p] for p in self.updated for state in states if p in state}
 
 
 class Updates:
@@ -97,7 +118,10 @@ class Updates:
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
         layers = [module for module in model.modules() if isinstance(module, Layer)]
         self.in_backward = train.update == "in_backward"
-        apart = self.in_backward or train.clip_by == "layer" or train.offload == "optimizer"
+        self._copies_moments = train.offload == "optimizer" or train.moments_dtype == "bfloat16"
+        apart = self.in_backward or train.clip_by == "layer" or self._copies_moments
+        muon = train.optimizer == "muon"
+        matrices = muon_matrices(model, train.muon_by_head) if muon else {}
         held = {p: None for p in model.parameters() if shard_of(p).owned}
         self.units: list[UpdateUnit] = []
         if apart:
@@ -105,14 +129,14 @@ class Updates:
                 mine = [p for p in layer.parameters() if p in held and p.dim() > 1]
                 for parameter in mine:
                     del held[parameter]
-                self.units.append(UpdateUnit.of(mine, train))
+                self.units.append(UpdateUnit.of(mine, train, axes, matrices))
         # Copies of heads that several columns hold; all ranks sum the gradients of a layer's copies
         # together, whether they own them or not.
         self._copied = [
             [p for p in layer.parameters() if p.dim() > 1 and shard_of(p).partial]
             for layer in layers
         ]
-        self.units.append(UpdateUnit.of([*held], train))
+        self.units.append(UpdateUnit.of([*held], train, axes, matrices))
         self.sums = GradientSums.of(
             model, axes, [unit.parameters for unit in self.units] if self.in_backward else None
         )
@@ -132,8 +156,7 @@ class Updates:
             for number, layer in enumerate(layers):
                 model.recompute.before_backward(layer, partial(self._reach, number))
             self.sums.around_last = self._around_last
-        if train.offload == "optimizer":
-            self.allocate(0)
+        self.allocate(0)
 
     @property
     def done(self) -> set[nn.Parameter]:
@@ -147,37 +170,36 @@ class Updates:
 
     @property
     def state(self) -> Mapping[nn.Parameter, dict[str, Tensor]]:
-        """AdamW's state by updated parameter. With offloading, the moments are in host memory."""
+        """The optimizers' state by updated parameter; offloaded moments are in host memory."""
         if self.train.offload == "optimizer" and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # moments of the last update may still be on their way
-        return {
-            parameter: unit.optimizer.state[parameter]
-            for unit in self.units
-            for parameter in unit.updated
-            if parameter in unit.optimizer.state
-        }
+        return {p: state for unit in self.units for p, state in unit.state.items()}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all units."""
-        return [group for unit in self.units for group in unit.optimizer.param_groups]
+        each = [one for unit in self.units for one in unit.optimizers]
+        return [group for one in each for group in one.param_groups]
 
     def allocate(self, step: int) -> None:
-        """Allocates AdamW's state as it is after `step` updates, with zero moments."""
-        for unit in self.units:
-            for parameter in unit.updated:
-                unit.optimizer.state[parameter] = {
+        """Allocates the optimizers' state as it is after `step` updates, with zero moments."""
+        for optimizer in (one for unit in self.units for one in unit.optimizers):
+            muon = isinstance(optimizer, Muon)
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                names = ("momentum",) if muon else _MOMENTS
+                state = {name: self._moment_of(parameter) for name in names}
+                if not muon:
                     # torch.tensor would not make a fake tensor on machines that have a GPU.
-                    "step": torch.full((), float(step), device=parameter.device),
-                    **{name: self._moment_of(parameter) for name in _MOMENTS},
-                }
+                    state["step"] = torch.full((), float(step), device=parameter.device)
+                optimizer.state[parameter] = state
 
     def _moment_of(self, parameter: Tensor) -> Tensor:
         """Returns a zero moment in the memory where it is kept."""
+        dtype = torch.bfloat16 if self.train.moments_dtype == "bfloat16" else parameter.dtype
         if self.train.offload != "optimizer":
-            return torch.zeros_like(parameter)
+            return torch.zeros_like(parameter, dtype=dtype)
         pinned = parameter.device.type == "cuda"  # the GPU can then copy it without the CPU
-        return torch.zeros_like(parameter, device="cpu", pin_memory=pinned)
+        return torch.zeros_like(parameter, dtype=dtype, device="cpu", pin_memory=pinned)
 
     # ------------------------------------------------------------------ a step
 
@@ -227,28 +249,33 @@ class Updates:
         self, unit: UpdateUnit, factor: Tensor | None = None, overflow: Tensor | None = None
     ) -> None:
         """Updates a unit, with its gradients scaled by `factor`; see `finish` for `overflow`."""
-        optimizer: Any = unit.optimizer
         # The fused optimizer multiplies gradients by 1 / grad_scale, and updates nothing if
         # found_inf is 1. torch's GradScaler gives it both in the same way.
         with self.around():
-            optimizer.found_inf = overflow
-            optimizer.grad_scale = None if factor is None else scale_gradients(unit.updated, factor)
+            scale = None if factor is None else scale_gradients(unit.updated, factor)
             with self._moments_on_device(unit):
-                optimizer.step()
+                for optimizer in unit.optimizers:
+                    there: Any = optimizer
+                    there.found_inf, there.grad_scale = overflow, scale
+                    there.step()
         for parameter in unit.parameters:
             drop_copies(parameter)
 
     @contextmanager
     def _moments_on_device(self, unit: UpdateUnit) -> Iterator[None]:
-        """Holds copies of a unit's offloaded moments on the device inside the context."""
-        if self.train.offload != "optimizer":
+        """Holds copies of a unit's moments as they are computed with inside the context.
+
+        None are made of moments that lie on the device in the type of the parameter.
+        """
+        if not self._copies_moments:
             yield
             return
         kept = []
-        for parameter, state in unit.optimizer.state.items():
-            for name in _MOMENTS:
+        for parameter, state in unit.state.items():
+            for name in (name for name in state if name != "step"):
                 kept.append((state, name, state[name]))
-                state[name] = state[name].to(parameter.device, non_blocking=True, copy=True)
+                to = parameter.device, parameter.dtype
+                state[name] = state[name].to(*to, non_blocking=True, copy=True)
         yield
         for state, name, home in kept:
             # Not waited for: later copies to the device come after it, and `state` waits.

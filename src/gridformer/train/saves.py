@@ -25,7 +25,6 @@ from gridformer.checkpoint.store import LocalStore
 from gridformer.comm.agree import first_text
 from gridformer.mesh import Axes
 from gridformer.mesh.process_group import is_effect_of_a_peer, is_gpu_error
-from gridformer.models import Model
 from gridformer.train.journal import Journal
 from gridformer.train.plan import Plan
 from gridformer.train.step import Stepper
@@ -128,7 +127,7 @@ class Saves:
     """
 
     def __init__(
-        self, plan: Plan, model: Model, axes: Axes, stop: StopRequest, journal: Journal
+        self, plan: Plan, stepper: Stepper, axes: Axes, stop: StopRequest, journal: Journal
     ) -> None:
         self.stop, self.journal = stop, journal
         self.wait = not plan.run.train.async_save
@@ -146,7 +145,7 @@ class Saves:
             self._no_space,
         )
         if plan.run.train.saves_meanwhile:
-            self.saver.reserve(checkpoint.updated_parameters(model))
+            self.saver.reserve(checkpoint.shards_of(stepper.model, stepper.updates))
         if axes.world.index == 0:
             self.saver.store.sweep()
 

@@ -102,7 +102,7 @@ class Trainer:
             except CheckpointError as error:
                 raise with_copy(error, run.train, plan.out) from None
             self.stepper.train = self.recovery.present
-        self.saves = Saves(plan, self.model, self.axes, self.stop, self.journal)
+        self.saves = Saves(plan, self.stepper, self.axes, self.stop, self.journal)
         evaluated = [each.batches for each in sets]
         self.journal.begin(plan, data.n_train_tokens, self.batches, *evaluated)
 

@@ -52,7 +52,7 @@ _TRAIN = (
     "init_from init_embeddings memory_gib keep_every checkpoint_to full_disk full_disk_wait_s "
     "fallback on_divergence divergences rollback_checkpoints rollback_lr stop_signals stop_grace_s "
     "max_hours max_restarts elastic bleu_every bleu_pairs bleu_beams bleu_length_penalty "
-    "trace_step loggers peak_tflops timeout_s"
+    "trace_step loggers peak_tflops timeout_s moments_dtype"
 )
 # Networks are drawn as a whole.
 _OF_NETWORKS = ("model.folder", "model.factory", "model.plan")
@@ -113,6 +113,7 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "train.weight_decay": (0.0, 0.1, 1.0),
     "train.beta1": (0.0, 0.9, 0.9),
     "train.beta2": (0.0, 0.95, 0.95, 0.999),
+    "train.muon_momentum": (0.0, 0.5, 0.95),
     # Larger than the rounding noise in zero gradients, which AdamW would scale up to full steps.
     "train.adam_eps": (1e-4, 1e-5),
     "train.clip_norm": (0.0, 1e-4, 1e-2, 0.1, 1.0),  # the smaller ones clip
@@ -132,6 +133,8 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "data.task": ("auto",) * 10 + tuple(config.FINE_TUNING),
     "train.dtype": ("float64",) * 15 + ("float32", "bfloat16", "float16"),
     "train.compile": (False,) * 15 + (True,),
+    "train.optimizer": ("adamw",) * 3 + ("muon",),
+    "train.muon_by_head": (False,) * 3 + (True,),
     "model.family": tuple(family for family in get_args(Family) if family != "network"),
     "model.rope_scaling": (
         *(None,) * 4,

@@ -264,10 +264,19 @@ def parameter_bytes(run: RunConfig) -> int:
     return 8 if run.train.dtype == "float64" else 4
 
 
-def state_bytes(run: RunConfig, replicas: int) -> float:
-    """Returns the bytes per parameter of value, gradient and two moments on a device.
+def moment_bytes(run: RunConfig, matrices: bool = True) -> int:
+    """Returns the bytes of the moments of a parameter.
 
-    `replicas` share what `dp_mode` shards.
+    `matrices` are those of layers, of which Muon has one moment; AdamW has two of everything.
+    """
+    n = 1 if matrices and run.train.optimizer == "muon" else 2
+    return n * (2 if run.train.moments_dtype == "bfloat16" else parameter_bytes(run))
+
+
+def state_bytes(run: RunConfig, replicas: int, matrices: bool = True) -> float:
+    """Returns the bytes per parameter of value, gradient and moments on a device.
+
+    `replicas` share what `dp_mode` shards. For `matrices` see `moment_bytes`.
 
     Gradients of several micro-batches accumulate unsharded, unless each pass sums its own
     (gridformer.parallel.data.zero).
@@ -276,11 +285,11 @@ def state_bytes(run: RunConfig, replicas: int) -> float:
     layout, train = run.layout, run.train
     part = 1.0 if layout.dp_mode == "replicate" else 1 / replicas
     value = part if layout.dp_mode == "fsdp" else 1.0
-    gradient, moments = part, 2 * part
+    gradient, moments = part, part * moment_bytes(run, matrices)
     if layout.micro_batches > 1:
         gradient = part if layout.gradient_sync == "micro_batch" else 1.0
     elif train.update == "in_backward":
         gradient /= run.model.n_layers
     if train.offload == "optimizer" and train.device != "cpu":
         moments = 0.0
-    return (value + gradient + moments) * parameter_bytes(run)
+    return (value + gradient) * parameter_bytes(run) + moments
