@@ -1,7 +1,7 @@
 """train.compile: the same training, compiled once, and refused where it cannot work."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,10 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx import GraphModule
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig, parse_run
 from gridformer.launch.plan import plan_run
@@ -54,7 +57,7 @@ tiny = partial(two_layers, n_layers=3, max_seq_len=16)
 
 def train(
     config: ModelConfig,
-    backend: str,
+    backend: Any,
     n_steps: int = 3,
     layout: LayoutConfig | None = None,
     axes: Axes | None = None,
@@ -193,6 +196,35 @@ def test_recomputed_blocks_compile(recompute: str, changes: dict[str, float], dt
     assert_same(got, train(config, "", dtype=dtype), tolerance)
 
 
+@pytest.mark.parametrize("changes", [{}, {"family": "llama", "n_kv_heads": 4, "ffn_size": 64}])
+def test_compiled_products_are_those_of_uncompiled_code(changes: dict[str, Any]) -> None:
+    """In bfloat16 compiled code casts no weight and no gradient of one, and multiplies as often."""
+    graphs: list[list[str]] = []
+    casts: list[tuple[int, ...]] = []
+
+    def compiler(graph: GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append([str(node.target) for node in nodes])
+        casts.extend(
+            tuple(node.meta["val"].shape) for node in nodes if "_to_copy" in str(node.target)
+        )
+        called: Callable[..., Any] = make_boxed_func(graph.forward)
+        return called
+
+    config = tiny(**changes)
+    got = train(config, aot_autograd(fw_compiler=compiler), 2, dtype="bfloat16", evaluates=False)
+    want = train(config, "", 2, dtype="bfloat16", evaluates=False)
+    assert [(r.loss, r.grad_norm) for r in got[0]] == [(r.loss, r.grad_norm) for r in want[0]]
+    assert all(map(torch.equal, got[2].parameters(), want[2].parameters()))
+    assert not counters["graph_break"]
+    for operator in ("linear", "linear_input_gradient", "linear_weight_gradients"):
+        per_graph = [nodes.count(f"gridformer.{operator}.default") for nodes in graphs]
+        assert sorted(per_graph) == [0, 0, 0, 4], "one of forward and backward, of block and loss"
+    assert not any("mm" in target for nodes in graphs for target in nodes)
+    shapes = {tuple(p.shape) for p in got[2].parameters() if p.dim() == 2}
+    assert not shapes & {*casts}
+
+
 def test_names_and_state_stay() -> None:
     plain, compiled = (build_parallel(tiny(), LayoutConfig(), Axes(), 3, CPU) for _ in range(2))
     names = [name for name, _ in compiled.named_modules()]
@@ -212,7 +244,11 @@ DROPS = {"dropout": 0.1, "attention_dropout": 0.1}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
     "replicas": ({"dp": 2}, {"dropout": 0.1}, {"recompute": "full"}, 0),
     "fsdp": ({"dp": 2, "dp_mode": "fsdp"}, {}, {}, 0),
-    "fsdp, bfloat16": ({"dp": 2, "dp_mode": "fsdp"}, {}, {"dtype": "bfloat16"}, 6),
+    "zero1, bfloat16": ({"dp": 2, "dp_mode": "zero1"}, {}, {"dtype": "bfloat16"}, 0),
+    "fsdp, bfloat16": ({"dp": 2, "dp_mode": "fsdp"}, {}, {"dtype": "bfloat16"}, 0),
+    "fsdp, recomputed, bfloat16": ({"dp": 2, "dp_mode": "fsdp"}, {"dropout": 0.1},
+        {"dtype": "bfloat16", "recompute": "full"}, 0),
+    "stages, bfloat16": ({"pp": 2}, {}, {"dtype": "bfloat16", "cast": "use"}, 0),
     # Between forward and backward of a micro-batch its stage runs another one.
     "stages": ({"pp": 2}, DROPS, {"recompute": "full"}, 0),
     "megatron": ({"scheme": "megatron", "cols": 2}, {}, {}, 6),

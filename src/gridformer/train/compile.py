@@ -12,7 +12,6 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,11 @@ from gridformer.models.blocks import (
     Linear,
     MergedLinear,
     MixtureOfExperts,
+    as_operator,
     copy_of,
     scores,
 )
 from gridformer.models.kernels import library
-from gridformer.parallel.sharding import info_of
 from gridformer.parallel.tensor.branched import Elsewhere
 from gridformer.parallel.tensor.partitioned_activations import PartitionedFromFirst
 from gridformer.parallel.tensor.sequence import GatheringRows
@@ -50,9 +49,8 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
     Shapes are treated as static; another micro-batch size or sequence length recompiles, and so
     does evaluation, which saves nothing for a backward pass. Dropout reads what its masks depend on
     from a tensor, its counter, because compiled code would treat numbers as constants. In bfloat16
-    and float16 FSDP gathers cast copies, which compiled code cannot read, so the products of its
-    blocks stay outside. Where the common layers of D&SP-cSub are on another rank, nothing is
-    compiled.
+    and float16 the products of blocks are operators, which read the copies of a step. Where the
+    common layers of D&SP-cSub are on another rank, nothing is compiled.
 
     Args:
         model: This rank's model on any layout.
@@ -79,11 +77,8 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
         mixture = isinstance(module, MixtureOfExperts)
         if mixture or type(module).__module__.startswith(parallel.__name__ + "."):
             _leave_out_all(type(module))
-        kind = type(module)
-        if kind in (Linear, MergedLinear):
-            weight = next(module.parameters())
-            if copy_of(weight) is not None and info_of(weight).resharded:
-                module.__class__ = _uncompiled(kind)
+        if isinstance(module, Linear | MergedLinear) and copy_of(next(module.parameters())):
+            as_operator(module)
     if scores.attention_in_parts is _in_parts:  # whose parts would each be compiled
         scores.attention_in_parts = disable(_in_parts)
         GatheringRows.attend = disable(_over_rows)  # type: ignore[method-assign] # it communicates
@@ -166,11 +161,3 @@ def _leave_out_all(kind: type[nn.Module]) -> None:
     if kind not in _left_out:
         kind.forward = disable(kind.forward)
         _left_out.add(kind)
-
-
-@cache
-def _uncompiled(kind: type[nn.Module]) -> type[nn.Module]:
-    """Returns a class of products whose forward pass is excluded from compilation."""
-    from torch.compiler import disable
-
-    return type(f"Uncompiled{kind.__name__}", (kind,), {"forward": disable(kind.forward)})

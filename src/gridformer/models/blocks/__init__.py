@@ -52,6 +52,7 @@ from gridformer.models.blocks.linear import (
     MergedParts,
     PartSize,
     Role,
+    as_operator,
     init_of,
     new_parameter,
     with_init,

@@ -220,8 +220,6 @@ def padded_columns(weight_IO: Tensor, dtype: torch.dtype) -> int:
 
 def parameter_behind(weight: Tensor) -> Tensor | None:
     """Returns the parameter that `weight` is, or whose transpose it is; None if it is neither."""
-    if torch.compiler.is_compiling():  # compiled code cannot keep a tensor between calls
-        return None
     turned = _TRANSPOSE_OF.get(weight)
     if turned is not None:
         return turned
@@ -235,7 +233,7 @@ def parameter_behind(weight: Tensor) -> Tensor | None:
 
 def _copy_behind(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, CastCopy] | None:
     """Returns a parameter and its copy, if `weight` is the parameter or its transpose."""
-    if weight.dtype == dtype or torch.compiler.is_compiling():
+    if weight.dtype == dtype:
         return None
     parameter = parameter_behind(weight)
     copy = None if parameter is None else copy_of(parameter)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from gridformer.models.blocks.cast import cast, stand_for, stands_for_parameters
 from gridformer.models.blocks.gradient_sum import added_gradient, continued, sum_behind
+from gridformer.models.kernels.library import LIBRARY, define
 from gridformer.models.kernels.products import wide_product
 from gridformer.utils.tensors import TensorAttribute
 
@@ -120,9 +123,8 @@ class _CastLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, n_out: int
     ) -> Tensor:
         ctx.save_for_backward(x, weight_IO)
-        # Recomputation replaces saved tensors by others, which have no cast copy. Compiled code
-        # has none anyway.
-        ctx.weight = None if torch.compiler.is_compiling() else weight_IO
+        # Recomputation replaces saved tensors by others, which have no cast copy.
+        ctx.weight = weight_IO
         ctx.bias = None if bias_O is None else bias_O.dtype
         return x.new_empty(()).expand(*x.shape[:-1], n_out)
 
@@ -134,12 +136,10 @@ class _CastLinear(torch.autograd.Function):
         grad = grad_out.flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            source = weight_IO if ctx.weight is None else ctx.weight
-            weight = cast(source, x.dtype, padded=grad.shape[1] > n_out)
+            weight = cast(ctx.weight, x.dtype, padded=grad.shape[1] > n_out)
             grad_x = grad_out @ weight.t()
         if ctx.needs_input_grad[1]:
-            total = None if ctx.weight is None else sum_behind(ctx.weight)
-            more = None if ctx.weight is None else continued(ctx.weight)
+            total, more = sum_behind(ctx.weight), continued(ctx.weight)
             rows = x.flatten(0, -2)
             if more is not None:
                 more.add_product(rows.t(), grad)
@@ -181,8 +181,17 @@ class Linear(nn.Module):
         self.role = role
         self.weight = new_parameter(n_in, n_out, init=init)
         self.bias: nn.Parameter | None = new_parameter(n_out, init=Init()) if bias else None
+        self.key: Tensor | None = None  # see `as_operator`
+
+    def parts(self) -> list[Linear]:
+        return [self]
+
+    def operands(self, _: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.key is not None and torch.compiler.is_compiling():
+            return _called(self, x)
         return linear(x, self.weight, self.bias)
 
 
@@ -283,14 +292,15 @@ class MergedLinear(MergedParts):
         assert role.opens, "a product with several outputs opens its section"
         self.role, self.names = role, tuple(parts)
         self.n_in, self.n_out = n_in, sum(part.n_out for part in parts.values())
+        self.key: Tensor | None = None  # see `as_operator`
         for name, part in parts.items():
             self.add_module(name, MergedPart(n_in, part, bias))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         parts = self.parts()
-        # Joining would copy weights that have the type of the product, and compiled code keeps no
-        # copies.
-        if torch.compiler.is_compiling() or parts[0].weight.dtype == x.dtype:
+        if self.key is not None and torch.compiler.is_compiling():
+            return self.split(_called(self, x))
+        if parts[0].weight.dtype == x.dtype:  # joining would copy the weights
             return tuple(linear(x, part.weight, part.bias) for part in parts)
         return self.split(linear(x, *self.operands(x.dtype)))
 
@@ -321,3 +331,100 @@ class _SideBySide(torch.autograd.Function):
             return None, *[None] * len(ctx.parameters)
         parts = grads[0].split(ctx.widths, -1)
         return None, *map(added_gradient, ctx.parameters, parts)
+
+
+# --------------------------------------------------------------------------- in compiled code
+
+# A product in half precision reads the step's copies of its weights, and adds their gradients to
+# those of earlier micro-batches. Compiled code knows values of tensors only and can do neither, so
+# it calls such a product as operators, which find their module by a key. The key is a tensor, since
+# compiled code would treat a number as a constant, and all layers run the same code.
+_OPERATORS: WeakValueDictionary[int, Linear | MergedLinear] = WeakValueDictionary()
+define("linear(Tensor x, Tensor key, int n_out) -> Tensor")
+define("linear_input_gradient(Tensor grad, Tensor key, int n_in) -> Tensor")
+define("linear_weight_gradients(Tensor x, Tensor grad, Tensor key, int[] widths) -> Tensor[]")
+
+
+_KEYS = count()
+
+
+def as_operator(module: Linear | MergedLinear) -> None:
+    """Lets a module compute its product, of half precision with float32 weights, by operators."""
+    if module.key is None:
+        module.key = torch.tensor(next(_KEYS), device="cpu")
+        _OPERATORS[int(module.key)] = module
+
+
+def _called(module: Linear | MergedLinear, x: Tensor) -> Tensor:
+    parts = module.parts()
+    biases = [part.bias for part in parts if part.bias is not None]
+    out: Tensor = _Operator.apply(
+        x, module.key, len(parts), *(part.weight for part in parts), *biases
+    )
+    return out
+
+
+class _Operator(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: Tensor, n_parts: int, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x, key)
+        ctx.widths = [weight.shape[1] for weight in parameters[:n_parts]]
+        ctx.biased, ctx.dtype = len(parameters) > n_parts, parameters[0].dtype
+        out: Tensor = torch.ops.gridformer.linear(x, key, sum(ctx.widths))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ops, (x, key), (grad,) = torch.ops.gridformer, ctx.saved_tensors, grads
+        grad_x, biases = None, ()
+        weights: Sequence[Tensor | None] = [None] * len(ctx.widths)
+        if ctx.needs_input_grad[0]:
+            grad_x = ops.linear_input_gradient(grad, key, x.shape[-1])
+        if any(ctx.needs_input_grad[3 : 3 + len(weights)]):
+            weights = ops.linear_weight_gradients(x, grad, key, ctx.widths)
+        if ctx.biased:
+            biases = grad.flatten(0, -2).sum(0).to(ctx.dtype).split(ctx.widths)
+        return grad_x, None, None, *weights, *biases
+
+
+def _copies(key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    weight, bias = _OPERATORS[int(key)].operands(dtype)
+    return cast(weight, dtype), None if bias is None else cast(bias, dtype)
+
+
+@torch.library.impl(LIBRARY, "linear", "CompositeExplicitAutograd")
+def _(x: Tensor, key: Tensor, n_out: int) -> Tensor:
+    weight, bias = _copies(key, x.dtype)
+    return F.linear(as_rows(x), weight.t(), bias)
+
+
+@torch.library.impl(LIBRARY, "linear_input_gradient", "CompositeExplicitAutograd")
+def _(grad: Tensor, key: Tensor, n_in: int) -> Tensor:
+    return as_rows(grad) @ _copies(key, grad.dtype)[0].t()
+
+
+@torch.library.impl(LIBRARY, "linear_weight_gradients", "CompositeExplicitAutograd")
+def _(x: Tensor, grad: Tensor, key: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    rows = x.flatten(0, -2).t()
+    parts: Sequence[Linear | MergedPart] = _OPERATORS[int(key)].parts()
+    gradients = as_rows(grad).flatten(0, -2).split(widths, -1)
+    return [_weight_gradient(part.weight, rows, some) for part, some in zip(parts, gradients)]
+
+
+def _weight_gradient(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    total = continued(weight)
+    if total is None:
+        return wide_product(a, b, weight.dtype)
+    total.add_product(a, b)
+    return total.value
+
+
+@torch.library.register_fake("gridformer::linear", lib=LIBRARY)
+@torch.library.register_fake("gridformer::linear_input_gradient", lib=LIBRARY)
+def _(x: Tensor, key: Tensor, width: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], width))
+
+
+@torch.library.register_fake("gridformer::linear_weight_gradients", lib=LIBRARY)
+def _(x: Tensor, grad: Tensor, key: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    return [x.new_empty((x.shape[-1], width), dtype=torch.float32) for width in widths]

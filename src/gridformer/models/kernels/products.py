@@ -47,14 +47,10 @@ def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _in_float32(a: Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether the device writes a product of matrices like `a` in float32.
-
-    Code that is compiled leaves the cast to the compiler.
-    """
+    """Returns whether the device writes a product of matrices like `a` in float32."""
     return (
         dtype == torch.float32
         and a.dtype in (torch.bfloat16, torch.float16)
-        and not torch.compiler.is_compiling()
         and library.available(a.device, a.dtype)
     )
 

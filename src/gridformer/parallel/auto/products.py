@@ -231,7 +231,6 @@ def replica_work(run: RunConfig) -> Work:
     layout, train = run.layout, run.train
     sequences = train.global_batch // (layout.dp * layout.micro_batches)
     sequences *= run.sequences_per_sample
-    devices = layout.rows * layout.cols * layout.branches
     return Work(
         tokens=sequences * run.seq_len,
         source=sequences * run.source_len,
@@ -242,8 +241,7 @@ def replica_work(run: RunConfig) -> Work:
         recompute=train.recompute,
         recompute_share=recompute_share(run),
         loss_chunk_tokens=train.loss_chunk_tokens,
-        # Blocks that do not communicate are compiled whole, and compiled code keeps no copies.
-        cast="use" if train.compile and devices == 1 else train.cast,
+        cast=train.cast,
         dtype="tf32" if train.tf32 and train.dtype == "float32" else train.dtype,
         memory_gib=train.memory_gib or 0.0,
     )
