@@ -26,7 +26,12 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.zero import stored
 from gridformer.train import compile as compiling
 from gridformer.train import trainer
-from gridformer.train.compile import compile_model, compile_problems
+from gridformer.train.compile import (
+    agreed_uncompiled,
+    compile_model,
+    compile_problems,
+    why_uncompiled,
+)
 from gridformer.train.in_flight_steps import StepResult
 from gridformer.train.metrics import read_metrics
 from gridformer.train.step import Stepper
@@ -342,6 +347,42 @@ def test_a_compiled_run_resumes_an_uncompiled_one(
 
 
 # --------------------------------------------------- where it cannot work
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "why"),
+    [
+        ({}, "cuda", ""),
+        ({}, "cpu", "CPUs"),
+        ({"compile": True}, "cpu", ""),
+        ({"compile": False}, "cuda", "false"),
+        ({"recompute": "except_attention"}, "cuda", "except_attention"),
+        ({"deterministic": True}, "cuda", "deterministic"),
+        ({"compile": True, "deterministic": True}, "cuda", ""),
+    ],
+)
+def test_auto_compiles_on_gpus_what_it_can(changes: dict[str, Any], device: str, why: str) -> None:
+    said = why_uncompiled(run_of(changes), device)
+    assert why in said
+    assert bool(why) == bool(said)
+
+
+def test_auto_leaves_mixtures_and_what_lacks_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: dict[str, Any] = {
+        "family": "llama",
+        "n_layers": 1,
+        "hidden_size": 8,
+        "n_heads": 1,
+        "n_experts": 4,
+    }
+    model["experts_per_token"] = 1
+    mixture = parse_run({"data": {"path": "x"}, "model": {**model, "vocab_size": 64}})
+    assert "mixture" in why_uncompiled(mixture, "cuda")
+    monkeypatch.setattr(compiling, "_missing_tools", lambda device: [f"a tool for {device}"])
+    run, world = run_of({}), Axes().world
+    assert agreed_uncompiled(run, "cuda", world) == "it needs a tool for cuda"
+    assert agreed_uncompiled(run_of(ON), "cpu", world) == "", "it was refused before it started"
+    assert "CPUs" in agreed_uncompiled(run, "cpu", world)
 
 
 def run_of(train: dict[str, Any], **layout: Any) -> RunConfig:

@@ -66,7 +66,7 @@ def train(
             ready = check_run(run, overrides, nproc)  # a refusal does not wait for torch to load
             if ready.layout.n_processes > 1:
                 # It runs at the same time as the imports below.
-                compiler = [DYNAMO] if ready.train.compile else []
+                compiler = [DYNAMO] if ready.train.compile is True else []
                 warm_up("gridformer.launch.run", *compiler)
             with waiting() as tell:
                 plan = plan_checked(ready, out, tell, lock=lock)

@@ -169,9 +169,11 @@ class TrainConfig(Config):
     """On GPUs, dropout, and attention with dropout, padding or a learned bias, are computed by
     gridformer's own kernels (fused) or by operators of PyTorch (torch), which are slower and take
     more memory. On CPUs both values mean the operators of PyTorch."""
-    compile: bool = False
+    compile: Literal["auto", True, False] = "auto"
     """true compiles each block with torch.compile. The parts of a block that communicate run
-    uncompiled, between compiled regions."""
+    uncompiled, between compiled regions. auto means true on GPUs with what compilation needs,
+    unless blocks are a mixture of experts or another library's, or recompute=except_attention or
+    deterministic=true; on CPUs it means false."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """All parameters are updated by AdamW (adamw), or the matrices of layers by their
     orthogonalized momentum (muon), and tables, heads and vectors by AdamW. Updates of both are
@@ -276,7 +278,7 @@ class TrainConfig(Config):
                 f"recompute_layers={self.recompute_layers} is a number of blocks, but recompute="
                 f"{self.recompute} recomputes none; use recompute=full or recompute_layers=0"
             )
-        if self.recompute == "except_attention" and self.compile:
+        if self.recompute == "except_attention" and self.compile is True:
             yield (
                 "recompute=except_attention: compiled blocks do not keep the result of attention; "
                 "use recompute=full or compile=false"

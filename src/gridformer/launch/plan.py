@@ -102,7 +102,7 @@ def check_run(
         from gridformer.train.loggers import missing_packages
 
         problems += missing_packages(run.train.loggers)
-    if run.train.compile:
+    if run.train.compile is True:
         from gridformer.train.compile import compile_problems
 
         problems += compile_problems(run)

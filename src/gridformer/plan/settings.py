@@ -50,7 +50,7 @@ def _setting_changes(run: RunConfig) -> Iterator[Settings]:
     for index in (here - 2, here - 1, here + 1, here + 2):
         if 0 <= index < len(sizes):
             yield {"layout.micro_batches": sizes[index]}
-    compiled = run.train.compile  # where the result of attention is not kept
+    compiled = run.train.compile is True  # where the result of attention is not kept
     for recompute in ("none", "selective", "full", "except_attention")[: 3 if compiled else 4]:
         yield {"train.recompute": recompute, "train.recompute_layers": 0}
     if k := run.train.recompute_layers:

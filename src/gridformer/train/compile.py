@@ -19,7 +19,9 @@ from typing import Any
 from torch import nn
 
 from gridformer import parallel
+from gridformer.comm.agree import first_text
 from gridformer.config import RunConfig
+from gridformer.mesh import Axis
 from gridformer.mesh.gpus import gpus_here
 from gridformer.mesh.launch_env import rank_env
 from gridformer.models import Model
@@ -90,9 +92,9 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
 def compile_problems(run: RunConfig) -> list[str]:
     """Returns why this machine cannot compile a run, each reason with its remedy.
 
-    The result is empty if `train.compile` is off.
+    The result is empty unless `train.compile` is true.
     """
-    if not run.train.compile:
+    if run.train.compile is not True:
         return []
     device = run.train.device
     if device == "auto":  # as `init_process_groups` decides it
@@ -100,8 +102,42 @@ def compile_problems(run: RunConfig) -> list[str]:
     return toolchain_problems(device)
 
 
+def why_uncompiled(run: RunConfig, device_type: str) -> str:
+    """Returns why a run is not compiled on a type of device that has the tools; empty if it is."""
+    train, model = run.train, run.model
+    if train.compile != "auto":
+        return "" if train.compile else "train.compile is false"
+    reasons = {
+        "CPUs gain little": device_type == "cpu",
+        "recompute=except_attention keeps what compiled blocks do not": train.recompute
+        == "except_attention",
+        "deterministic=true has been shown for uncompiled blocks only": train.deterministic,
+        "the rows of a mixture of experts depend on the data": model.n_experts > 0,
+        "they are another library's": model.family == "network",
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")
+
+
+def agreed_uncompiled(run: RunConfig, device_type: str, world: Axis) -> str:
+    """Returns what `why_uncompiled` does, or the first tool that a rank lacks.
+
+    All ranks must call this together.
+    """
+    why = why_uncompiled(run, device_type)
+    if why or run.train.compile != "auto":
+        return why
+    missing = _missing_tools(device_type)
+    return first_text(f"it needs {missing[0]}" if missing else "", world)
+
+
 def toolchain_problems(device_type: str) -> list[str]:
     """Returns a problem for each tool that torch.compile needs on `cpu` or `cuda` and lacks."""
+    off = "or use train.compile=false"
+    return [f"train.compile=true needs {problem}, {off}" for problem in _missing_tools(device_type)]
+
+
+def _missing_tools(device_type: str) -> list[str]:
+    """Returns each tool that torch.compile needs and lacks, with how to get it."""
     problems = []
     if device_type == "cpu":  # torch.compile generates C++ and builds it with $CXX
         compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
@@ -129,8 +165,7 @@ def toolchain_problems(device_type: str) -> list[str]:
             "Python's C headers, and Python.h is missing: install them (Debian, Ubuntu: apt "
             "install python3-dev)"
         )
-    off = "or use train.compile=false"
-    return [f"train.compile=true needs {problem}, {off}" for problem in problems]
+    return problems
 
 
 def _with_counters(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -142,7 +142,7 @@ def diagnose(stepper: Stepper, step: int, read: ReadRows) -> Diagnosis:
     for name, parameter in model.named_parameters():
         if _is_bad(stored(parameter)):
             bad.append((_WEIGHTS, _position(name), name))
-    with _watched(model, bad, compiled=train.compile):
+    with _watched(model, bad, compiled=train.compile is True):
         batch, losses, tokens = stepper.repeat(step, read)
     bad += [(_DATA, 0, text) for text in _of_data(batch, model)]
     bad += [(_LOSS, 0, name) for name, loss in losses.items() if _is_bad(loss)]

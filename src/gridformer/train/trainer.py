@@ -24,7 +24,7 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.fsdp import drop_copies
 from gridformer.parallel.pipeline import Event
 from gridformer.train.callbacks import Callback
-from gridformer.train.compile import compile_model
+from gridformer.train.compile import agreed_uncompiled, compile_model
 from gridformer.train.divergence import Recovery, diagnose, not_finite
 from gridformer.train.evaluation import Evaluator, Measure, validation_sets
 from gridformer.train.flops import Utilization
@@ -81,9 +81,11 @@ class Trainer:
             run.train.dtype,
             decisions.choices,
         )
-        if run.train.compile:
+        uncompiled = agreed_uncompiled(run, world.device.type, self.axes.world)
+        if not uncompiled:
             compile_model(self.model)
-        self.stepper = Stepper(self.model, run.train, self.axes, run.layout)
+        train = run.train.model_copy(update={"compile": not uncompiled})
+        self.stepper = Stepper(self.model, train, self.axes, run.layout)
         sets = validation_sets(run, data)
         self.evaluate = Evaluator(
             self.stepper, sets, world.device, measures, run.train.sanity_checks
@@ -93,7 +95,7 @@ class Trainer:
         self.max_in_flight = max_in_flight(run.train, world.device)
         self.tokens = 0
         self.evaluated = plan.resume_step if plan.done else -1  # the step of the last evaluation
-        self.recovery = Recovery(run.train, plan.out, self.axes, plan.data_start)
+        self.recovery = Recovery(train, plan.out, self.axes, plan.data_start)
         if plan.start is not None:
             weights.load_initial_weights(plan.start, self.model, self.axes)
         if plan.resume is not None:
@@ -105,6 +107,9 @@ class Trainer:
         self.saves = Saves(plan, self.stepper, self.axes, self.stop, self.journal)
         evaluated = [each.batches for each in sets]
         self.journal.begin(plan, data.n_train_tokens, self.batches, *evaluated)
+        if run.train.compile == "auto" and world.device.type == "cuda":
+            how = f"not compiled, because {uncompiled}" if uncompiled else "compiled"
+            self.journal.note(f"train.compile=auto: blocks are {how}")
 
     def _load(self, folder: Path, verified: Manifest | None = None) -> Manifest:
         """Puts the model, the optimizer and the counts into the state of a checkpoint."""

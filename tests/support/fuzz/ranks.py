@@ -99,7 +99,7 @@ def train(text: str, number: int, folder: str) -> Found:
     model = build_parallel(
         run.model, run.layout, axes, run.train.seed, CPU, run.train.dtype, decisions.choices
     )
-    if run.train.compile:
+    if run.train.compile is True:
         torch._dynamo.reset()  # what earlier cases have compiled
         compile_model(model, BACKEND)
     stepper = Stepper(model, run.train, axes, run.layout)
