@@ -26,7 +26,7 @@ def predictions() -> Iterator[tuple[str, Callable[[], Any]]]:
 
     def one(words: str) -> Any:
         model, *settings = words.split()
-        run = read_run_without_data(model, settings)
+        run = read_run_without_data(model, [*settings, "train.compile=false"])
         whole = run.data.model_copy(update={"seq_len": run.model.max_seq_len})
         found = predict(run.model_copy(update={"data": whole}), cluster)
         names = ("step_s", "forward_s", "backward_s", "update_s", "peak_gib", "bubble_s")

@@ -78,7 +78,11 @@ def run_of(layout: dict[str, Any], micro_batches: int) -> RunConfig:
             "model": MODEL,
             "layout": {**layout, "micro_batches": micro_batches},
             "data": {"path": ".", "seq_len": 1},
-            "train": {"global_batch": SEQUENCES * micro_batches, "dtype": "bfloat16"},
+            "train": {
+                "global_batch": SEQUENCES * micro_batches,
+                "dtype": "bfloat16",
+                "compile": False,
+            },
         }
     )
     check_layout(run)

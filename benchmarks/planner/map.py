@@ -97,6 +97,7 @@ def cell_of(place: Place) -> Cell:
         f"train.dtype={fastest_dtype(cluster)}",
         f"train.global_batch={place.sequences}",
         f"data.seq_len={place.seq_len}",
+        "train.compile=false",
     ]
     run = parse_run({"model": place.model, "data": {"path": "."}}, settings)
     tracing = Tracing(Search(run, cluster, place.devices, named=place.cluster), 1, of_each=OF_EACH)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.planner.rows import Row
 from gridformer.cluster.file import Cluster, load_cluster
+from gridformer.config import RunConfig
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.parallel.validation import check_layout
 from gridformer.plan import predict as predicting
@@ -18,6 +19,11 @@ class RecordedRow:
 
     row: Row
     recorded: predicting.Recorded
+
+
+def uncompiled(run: RunConfig) -> RunConfig:
+    """Returns a run without torch.compile, as the published code ran."""
+    return run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})
 
 
 def record(row: Row, training: bool = True) -> RecordedRow:
@@ -36,7 +42,8 @@ def record(row: Row, training: bool = True) -> RecordedRow:
             if candidate.block and (candidate.block.row, candidate.block.col) == row.node_block
         ]
         decisions = replace(decisions, candidates=same)
-    return RecordedRow(row, predicting.record_run(row.run, "cuda", decisions, training))
+    run = uncompiled(row.run)
+    return RecordedRow(row, predicting.record_run(run, "cuda", decisions, training))
 
 
 def cluster_of(row: Row) -> Cluster:

@@ -45,8 +45,8 @@ class Question:
 
 
 def answer(question: Question, cluster: Path) -> Predicted:
-    """Predicts in this process."""
-    from benchmarks.planner.pricing import cluster_of, price, record
+    """Predicts in this process, without torch.compile."""
+    from benchmarks.planner.pricing import cluster_of, price, record, uncompiled
     from gridformer.cluster.file import load_cluster
     from gridformer.plan.predict import predict
 
@@ -55,7 +55,7 @@ def answer(question: Question, cluster: Path) -> Predicted:
             found = price(record(question.row, question.training), cluster_of(question.row))
         else:
             found = predict(
-                question.run,
+                uncompiled(question.run),
                 load_cluster(cluster),
                 question.layers_only,
                 training=question.training,

@@ -64,7 +64,7 @@ def run_of(model: str, layout: dict[str, Any], batch: int, nodes_per_rack: int =
         "model": {"name": model, "dropout": 0.0},
         "layout": {"devices_per_node": 4, "nodes_per_rack": nodes_per_rack, **layout},
         "data": {"path": "none"},
-        "train": {"global_batch": batch},
+        "train": {"global_batch": batch, "compile": False},
     }
     if not model.startswith("gpt2"):
         raw["data"]["task"] = "pairs"
@@ -160,7 +160,7 @@ def own_csub() -> str:
             "model": {"name": "t5-large-mod", "attention_dropout": 0.1},
             "data": {"path": "none", "task": "pairs"},
             "layout": layout,
-            "train": {"global_batch": 4},
+            "train": {"global_batch": 4, "compile": False},
         }
     )
     check_layout(run)

@@ -90,7 +90,7 @@ def test_what_is_recomputed_counts(how: dict[str, Any]) -> None:
     """By as much as in traces, with long sequences."""
     model = {**LLAMA, "max_seq_len": 16384}
     runs = [
-        run_of(model, OVER_SEQUENCE, global_batch=1, **{"recompute": "full", **one})
+        run_of(model, OVER_SEQUENCE, global_batch=1, compile=False, **{"recompute": "full", **one})
         for one in ({}, how)
     ]
     full, less = (predict(run, cluster(), memory=False).step_s for run in runs)
@@ -125,7 +125,8 @@ def test_a_chunked_head_by_panels_takes_longer() -> None:
 def test_moments_in_host_memory_take_the_time_of_their_copies(layout: dict[str, Any]) -> None:
     """Both moments of each parameter, of 4 bytes each, travel to the device and back."""
     plain, moved = (
-        run_of(LLAMA, layout, global_batch=32, offload=offload) for offload in ("none", "optimizer")
+        run_of(LLAMA, layout, global_batch=32, offload=offload, compile=False)
+        for offload in ("none", "optimizer")
     )
     each = count_parameters(moved.model) / moved.layout.n_processes
     seconds = 16 * each / (63e9 * LINK_EFFICIENCY)

@@ -32,11 +32,15 @@ from gridformer.parallel.pipeline.partition import (
 )
 from gridformer.parallel.registry import spec_of
 from gridformer.plan.predict import on_device_type, unfused
+from gridformer.train.compile import why_uncompiled
 from gridformer.train.muon import TOGETHER
 from gridformer.utils.units import GIB
 
 # Passes of memory-bound kernels over logits.
 _LOGITS, _SHARDED_LOGITS = 6, 10  # in float32, forward and backward together
+_COMPILED_LOGITS = 2  # where the loss is compiled
+# The fractions that are left in compiled layers of passes over activations, and of their launches.
+_JOINED, _LAUNCHED = 0.5, 0.3
 _UPDATE, _MOMENTS = 32, 16  # bytes of a parameter: that its update moves, and that a host may have
 _TURNS = 5  # of Muon's iteration
 # Kernels that move little: of a step, of a parameter once a step, and of a chunk of the loss.
@@ -113,6 +117,7 @@ class _Step:
         # How many passes of a stage follow each other, while its rank communicates for others.
         interleaved = self.layout.stages_per_rank > 1
         self.several = min(self.layout.micro_batches, self.layout.pp) if interleaved else 1
+        self.compiled = not why_uncompiled(run, times.costs.cluster.device.kind)
         self.gathers_s = 0.0  # of a rank's layers, during a backward pass
         self.stacks = {stack: self._layers(stack, n) for stack, n in stacks_of(run).items()}
         self.head, self.lookup = self._head(), self._lookup()
@@ -205,6 +210,9 @@ class _Step:
             for load, one, around in zip(
                 (forward, backward), (there, back), self.times.around(choice)
             ):
+                if self.compiled:
+                    around.memory *= _JOINED
+                    around.launches *= _LAUNCHED
                 one.add(around)
                 load.add(one, choice.product.count)
             if again and not choice.product.ends_block:
@@ -305,7 +313,9 @@ class _Step:
                 load.add(one)
             if is_head:
                 cols = 1 if choice.common else self.choices.within
-                passes = _LOGITS if cols == 1 else _SHARDED_LOGITS
+                passes = _SHARDED_LOGITS
+                if cols == 1:
+                    passes = _COMPILED_LOGITS if self.compiled else _LOGITS
                 each = passes * max(4, self.item) + 2 * CAST_BYTES * (self.item == 2)
                 logits = self.choices.head_tokens(choice) * choice.product.n_out / cols
                 forward.memory += self.costs.moved_s(logits * each)

@@ -358,7 +358,7 @@ class Watch(TorchDispatchMode):
                 if work is _UNKNOWN:
                     work = self._works[key] = launched_work(func, args, kwargs, out, self._device)
                 if work is not None:
-                    self.log.launch(work)
+                    self.log.launch(work, func, args, kwargs, out)
             if id(func) in _COPIES and out.device.type == "cpu":
                 to_given = func.overloadpacket is _aten.copy_
                 goes_on = kwargs.get("non_blocking") or (to_given and len(args) > 2 and args[2])
@@ -370,6 +370,7 @@ class Watch(TorchDispatchMode):
 
     def _read(self, copies: bool = False, needed: bool = False) -> None:
         """Notes that the host reads something from the device."""
+        self.log.ends_kernel()
         place = self.log.places.here()
         read = Read(place._replace(module="") if needed else place, copies, needed)
         self.log.trace.reads.append(read)

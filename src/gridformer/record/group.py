@@ -31,6 +31,7 @@ from gridformer.record.events import (
     Trouble,
     Wait,
 )
+from gridformer.record.fusion import Fusion
 from gridformer.record.kernels import dtype_name
 from gridformer.record.place import Places
 
@@ -58,6 +59,7 @@ class Log:
         self.backend = f"{backend}_trace"
         self.recorder = Recorder()  # `gridformer.comm` tells it the axis and purpose of messages
         self.n_groups = 0
+        self.fusion: Fusion | None = None  # joins the kernels of compiled modules
         self._updating = False
         self._number = 0
         # The last messages to and from single ranks: what `gridformer.comm` noted, their event, and
@@ -66,15 +68,21 @@ class Log:
         # One object for each kernel and place makes records small. Both are kept with it, by id.
         self._kernels: dict[tuple[int, int, bool], tuple[Kernel, Kernel, Place]] = {}
 
-    def launch(self, work: Kernel) -> None:
-        """Records that a kernel is launched here."""
+    def launch(self, work: Kernel, *call: Any) -> None:
+        """Records that a kernel is launched here, by an operator with the call `Fusion.takes`."""
         place = self.places.of_kernel()
         key = id(work), id(place), self._updating
         known = self._kernels.get(key)
         if known is None:
             kernel = work._replace(place=place, update=self._updating)
             known = self._kernels[key] = kernel, work, place
-        self.trace.events.append(known[0])
+        if self.fusion is None or not self.fusion.takes(known[0], *call):
+            self.trace.events.append(known[0])
+
+    def ends_kernel(self) -> None:
+        """Records that what is launched next is not joined with the kernel before."""
+        if self.fusion is not None:
+            self.fusion.end()
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -108,6 +116,7 @@ class Log:
             tensors: The tensors that this rank passes in, first the one whose elements are counted.
             more: The other attributes of `Start` that this collective has, such as `how`.
         """
+        self.ends_kernel()
         place, (axis, label) = self.places.here(), self._purpose(group)
         for x in tensors:
             self._refuse(x, op, axis)
@@ -123,6 +132,7 @@ class Log:
 
         Those that `gridformer.comm` posts together are one, as NCCL returns one handle for them.
         """
+        self.ends_kernel()
         axis, label = self._purpose(group)
         self._refuse(x, part.what, axis)
         last, events, posted = self._noted(), self.trace.events, self._posted
@@ -140,10 +150,12 @@ class Log:
 
     def repeats(self, times: int) -> Callable[[], None]:
         """Returns a function that repeats what is recorded from now until it is called."""
+        self.ends_kernel()
         events = self.trace.events
         begins = len(events)
 
         def again() -> None:
+            self.ends_kernel()
             turn = events[begins:]
             for _ in range(times):
                 numbers: dict[int, int] = {}  # a wait may be for a message of earlier events
@@ -160,6 +172,7 @@ class Log:
 
     def wait(self, number: int) -> None:
         """Records that this rank waits for the message with a number."""
+        self.ends_kernel()
         self.trace.events.append(Wait(number, self.places.here()))
 
     def _refuse(self, x: Tensor, op: str, axis: str) -> None:

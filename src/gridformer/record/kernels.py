@@ -34,12 +34,12 @@ _NOTHING = {
     *("detach", "alias", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "item"),
     *("promote_types", "scalar_tensor", "_reshape_alias", "record_stream"),
 }
-_FILLS = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_"}  # do not read their target
+FILLS = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_"}  # do not read their target
 _COPIES = {"copy_", "_to_copy"}
 # They read as much of their first argument as they return.
-_LOOKUPS = {"embedding", "gather", "index_select", "index", "take"}
+LOOKUPS = {"embedding", "gather", "index_select", "index", "take"}
 # They change as many elements of their first argument as they are given.
-_SCATTERS = {"index_add_", "scatter_add_", "scatter_"}
+SCATTERS = {"index_add_", "scatter_add_", "scatter_"}
 
 
 def launched_work(
@@ -55,35 +55,35 @@ def launched_work(
     name = func.overloadpacket.__name__
     if func.namespace not in ("aten", "gridformer") or name in _NOTHING:
         return None
-    results = [*_tensors((out,))]
+    results = [*tensors_in((out,))]
     # A result that the caller names (`out=`) is written like a new one.
     named = [value for key, value in kwargs.items() if key != "out"]
-    given = [*_tensors(args), *_tensors(named)]
+    given = [*tensors_in(args), *tensors_in(named)]
     if name in _COPIES and (copied := _between(given, results, device)) is not None:
-        return Kernel(name, "copy", (), dtype_name(copied), 0, _extent(copied))
+        return Kernel(name, "copy", (), dtype_name(copied), 0, extent(copied))
     if not any(x.device.type == device for x in (results or given)):
         return None
-    changed = [*_changed(func, args), *_tensors((kwargs.get("out"),))]
+    written = [*changed(func, args), *tensors_in((kwargs.get("out"),))]
     storages = {x.untyped_storage()._cdata for x in given}
     made = [x for x in results if x.untyped_storage()._cdata not in storages]
-    if not made and not changed:
+    if not made and not written:
         return None  # a view
     if name in _PRODUCTS:
-        return _product(name, args[_PRODUCTS[name] :], (results or changed)[0], given)
+        return _product(name, args[_PRODUCTS[name] :], (results or written)[0], given)
     if "attention" in name:
-        return _attention(func, args, kwargs, [*made, *changed], given)
-    read: list[int] = [_extent(x) for x in given if x.device.type == device]
-    if name in _FILLS:
+        return _attention(func, args, kwargs, [*made, *written], given)
+    read: list[int] = [extent(x) for x in given if x.device.type == device]
+    if name in FILLS:
         read = read[1:]
-    elif name in _LOOKUPS and given:
-        read = [*read[1:], _extent(results[0])]
-    elif name in _SCATTERS:  # read and written where the last argument says, or as much as it is
+    elif name in LOOKUPS and given:
+        read = [*read[1:], extent(results[0])]
+    elif name in SCATTERS:  # read and written where the last argument says, or as much as it is
         size = given[-1].numel() * given[0].element_size()
-        read, changed = [*read[1:], 2 * size], []
+        read, written = [*read[1:], 2 * size], []
     elif name == "nll_loss_forward":  # reads the logarithms of targets
         read = [*read[1:], given[1].numel() * given[0].element_size()]
-    n_bytes = sum(read) + sum(map(_extent, made)) + sum(map(_extent, changed))
-    return Kernel(name, "memory", (), dtype_name((made or changed or given)[0]), 0, n_bytes)
+    n_bytes = sum(read) + sum(map(extent, made)) + sum(map(extent, written))
+    return Kernel(name, "memory", (), dtype_name((made or written or given)[0]), 0, n_bytes)
 
 
 def _between(given: list[Tensor], results: list[Tensor], device: str) -> Tensor | None:
@@ -105,7 +105,7 @@ def _product(name: str, factors: Any, out: Tensor, given: list[Tensor]) -> Kerne
         each = -(-m // many)
         m, k = (each, k) if name == "grouped_product" else (k, each)
     order = "".join("n" if x.stride(-1) == 1 or x.shape[-1] == 1 else "t" for x in (a, b))
-    n_bytes = sum(_extent(x) for x in given) + _extent(out)
+    n_bytes = sum(extent(x) for x in given) + extent(out)
     return Kernel(name, "product", (many, m, n, k), dtype_name(a), flop, n_bytes, order=order)
 
 
@@ -122,7 +122,7 @@ def _attention(
     # torch.utils.flop_counter counts the same, but it imports Triton. Several heads of q may share
     # one of k and v.
     flop = (1 + backward) * 2 * b * heads * queries * keys * (width + v.shape[3])
-    n_bytes = sum(map(_extent, given)) + sum(map(_extent, made))
+    n_bytes = sum(map(extent, given)) + sum(map(extent, made))
     shape = (b, heads, queries, keys, width, _hides(by_name))
     if func.namespace == "gridformer" and _is_plain(by_name):  # as in `gridformer.record.device`
         name = "sdpa_backward" if backward else "sdpa"
@@ -141,29 +141,30 @@ def _is_plain(given: dict[str, Any]) -> bool:
     return not adds and given["window"] == 0
 
 
-def _changed(func: Any, args: Any) -> list[Tensor]:
+def changed(func: Any, args: Any) -> list[Tensor]:
     """Returns the tensors that an operator writes into."""
-    changed: list[Tensor] = []
+    written: list[Tensor] = []
     if not func._schema.is_mutable:
-        return changed
+        return written
     for argument, value in zip(func._schema.arguments, args):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            changed += _tensors((value,))
+            written += tensors_in((value,))
     if func.overloadpacket.__name__ == "_fused_adamw_":  # names gradients, which it only reads
         gradients = {id(x) for x in args[1]}
-        changed = [x for x in changed if id(x) not in gradients]
-    return changed
+        written = [x for x in written if id(x) not in gradients]
+    return written
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+    """Yields the tensors among values, and in lists and tuples among them."""
     for x in values:
         if isinstance(x, Tensor):
             yield x
         elif isinstance(x, list | tuple):
-            yield from _tensors(x)
+            yield from tensors_in(x)
 
 
-def _extent(x: Tensor) -> int:
+def extent(x: Tensor) -> int:
     """Returns the bytes of the different elements of a tensor, which may be expanded."""
     n = math.prod(size for size, stride in zip(x.shape, x.stride()) if stride)
     return n * x.element_size() if x.numel() else 0

@@ -47,9 +47,11 @@ from gridformer.record.events import (
     Wait,
 )
 from gridformer.record.fake import watched_fakes
+from gridformer.record.fusion import Fusion
 from gridformer.record.group import Log, recording
 from gridformer.record.place import Places
 from gridformer.record.tracker import Entry, MemoryTracker
+from gridformer.train.compile import why_uncompiled
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import UserError
 from gridformer.utils.process import no_garbage_collection
@@ -184,6 +186,8 @@ def record_step(
             if kernels:  # those of a step alone
                 events.clear()
             log.trace.reads.clear()
+            if kernels and log.nccl and not why_uncompiled(run, "cuda"):
+                log.fusion = Fusion(model, events)
             begins = len(events)
             done: list[tuple[int, Event]] = []
             stepper.executor.on_action = lambda event: done.append((len(events), event))
@@ -199,6 +203,7 @@ def record_step(
             else:
                 stepper.evaluate([partial(rows_like, run)])
             watch.storages = None
+            log.ends_kernel()
             record.parts = _parts(events, begins, done)
             if train.saves_meanwhile and how.storages:
                 record.saved = bytes_of(written_here(shards_of(model, stepper.updates), axes))

@@ -65,19 +65,12 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
         # What compiled code saves behind the last product of a block, such as the counter of a
         # dropout, decides how far it is recomputed. All ranks then recompute whole blocks.
         model.recompute.stops_early = False
-    if any(isinstance(module, Elsewhere) for module in model.modules()):
-        # The first sub-grid has the common layers, which stand here as meta tensors: the compiler
-        # cannot keep those for the backward pass.
-        return
     for parameter in model.parameters():  # compiled code then only reads the answer
         library.available(parameter.device, bfloat16)
         break
-    kinds = (Layer, CrossEntropy)
-    parts = [module for module in model.modules() if isinstance(module, kinds)]
+    parts = compiled_parts(model)
     for module in (module for part in parts for module in part.modules()):
-        # Whose rows depend on the data.
-        mixture = isinstance(module, MixtureOfExperts)
-        if mixture or type(module).__module__.startswith(parallel.__name__ + "."):
+        if is_left_out(module):
             _leave_out_all(type(module))
         if isinstance(module, Linear | MergedLinear) and copy_of(next(module.parameters())):
             as_operator(module)
@@ -86,7 +79,25 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
         GatheringRows.attend = disable(_over_rows)  # type: ignore[method-assign] # it communicates
     for part in parts:
         compiled = compile(part.forward, backend=backend, dynamic=False)
-        part.forward = _with_counters(part, compiled)  # type: ignore[method-assign]
+        part.forward = _with_counters(part, compiled)
+
+
+def compiled_parts(model: Model) -> list[nn.Module]:
+    """Returns the modules that `compile_model` compiles, each with all but what is left out."""
+    if any(isinstance(module, Elsewhere) for module in model.modules()):
+        # The first sub-grid has the common layers, which stand here as meta tensors: the compiler
+        # cannot keep those for the backward pass.
+        return []
+    return [module for module in model.modules() if isinstance(module, Layer | CrossEntropy)]
+
+
+def is_left_out(module: nn.Module) -> bool:
+    """Whether a module inside a compiled one, and all inside it, runs uncompiled.
+
+    It communicates, or its rows depend on the data.
+    """
+    ours = type(module).__module__.startswith(parallel.__name__ + ".")
+    return ours or isinstance(module, MixtureOfExperts)
 
 
 def compile_problems(run: RunConfig) -> list[str]:
