@@ -7,7 +7,15 @@ import torch
 
 from gridformer.models.blocks.dropout import drop_elements
 from gridformer.models.kernels import library, products
-from tests.support.kernels import ATTENTION, LARGE, MASKS, counter_of, run_attention
+from tests.support.kernels import (
+    ATTENTION,
+    LARGE,
+    LOSSES,
+    MASKS,
+    counter_of,
+    run_attention,
+    run_loss,
+)
 
 if not (torch.cuda.is_available() and library.available(torch.device("cuda", 0), torch.bfloat16)):
     pytest.skip("the kernels on a GPU: none was found that runs them", allow_module_level=True)
@@ -33,6 +41,16 @@ def test_attention_equals_the_unfused_path(name: str, dtype: torch.dtype) -> Non
     for one, other, same in zip(got, want, again):
         torch.testing.assert_close(one.double(), other, rtol=0, atol=atol)
         assert torch.equal(one, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_and_its_gradient_are_those_of_float64(name: str, dtype: torch.dtype) -> None:
+    got, want = (run_loss(name, dtype, "cuda", fused) for fused in (True, False))
+    for one, other in zip(got[:-1], want[:-1], strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+    rtol = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(got[-1].double(), want[-1], rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -23,7 +23,7 @@ from gridformer.models.blocks.scores import DocumentBounds, ScoreParts, Window, 
 from gridformer.models.kernels import library
 from gridformer.parallel import build_parallel
 from gridformer.utils import rng
-from gridformer.utils.batch import Batch
+from gridformer.utils.batch import IGNORE, Batch
 from tests.support.fake_gpu import own_process
 
 NO_TRITON = "Triton is not installed; `make test` installs it where it exists, which is on Linux"
@@ -85,8 +85,10 @@ def interpreter() -> Iterator[Callable[..., Any]]:
 def _begin() -> None:
     # Words of 32 bits are meant to wrap, of which numpy warns.
     warnings.filterwarnings("ignore", message="overflow encountered")
-    from gridformer.models.kernels import flash, masking
+    from gridformer.models.kernels import flash, masking, softmax
 
+    library.LIBRARY.impl("loss_terms", softmax.launch_terms, "CPU")
+    library.LIBRARY.impl("loss_gradient", softmax.launch_gradient, "CPU")
     library.LIBRARY.impl("masked", masking.launch_masking, "CPU")
     library.LIBRARY.impl("attention", flash.launch_attention, "CPU")
     library.LIBRARY.impl("attention_backward", flash.launch_attention_backward, "CPU")
@@ -243,3 +245,57 @@ def batch_of(config: ModelConfig, padded: bool) -> Batch:
         if config.two_stacks:
             batch["source_valid"] = valid(9)
     return batch
+
+
+# Rows, columns, which words they are, label smoothing, and the columns of a tile.
+LOSSES: dict[str, tuple[int, int, int, int, float, int]] = {
+    "one tile": (5, 30, 0, 30, 0.0, 0),
+    "several tiles, padding": (7, 75, 0, 70, 0.1, 16),
+    "a part of the words": (6, 40, 40, 33, 0.1, 16),
+    "padding alone": (3, 16, 64, 0, 0.1, 16),
+}
+
+
+def run_loss(name: str, dtype: torch.dtype, device: str, fused: bool) -> list[Tensor]:
+    """Return the terms of each token, the loss of some, and the gradient of the logits."""
+    from gridformer.models.kernels import cross_entropy, softmax
+
+    n, columns, first, n_words, smoothing, tile = LOSSES[name]
+    generator = torch.Generator().manual_seed(3)
+    logits = (4 * torch.randn(n, columns, generator=generator)).to(dtype).to(device)
+    logits[1, 0] = 90.0  # exponentials of it overflow unless it is subtracted first
+    targets = torch.randint(first - 5, first + max(n_words, 1) + 5, (n,), generator=generator)
+    targets[0], targets[-1] = IGNORE, first  # the last is the first word of these
+    targets = targets.to(device)
+    words = cross_entropy.Words(first, n_words, 1.0 - smoothing, smoothing / 200)
+    scale = torch.tensor(3.0, device=device)
+    if fused:
+        x = logits.requires_grad_()
+        terms = torch.ops.gridformer.loss_terms(x.detach(), targets, *words)
+
+        def combine(top: Tensor, total: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Add what other devices may have."""
+            higher = top.clamp(min=2.0)
+            return higher, total * (top - higher).exp() + 1.0, target + 0.5
+
+        with patch.object(softmax, "_MOST", tile or softmax._MOST):
+            loss = cross_entropy.cross_entropy(x, targets, words, combine, slice(1, None))
+            (loss * scale).backward()
+        assert x.grad is not None
+        assert torch.equal(x.detach(), x.grad), "the gradient is in the place of the logits"
+        return [*terms, loss.detach(), x.grad]
+    x = logits.double().requires_grad_()
+    mine = x[:, :n_words]
+    top = mine.amax(1) if n_words else x.new_full((n,), -torch.inf)
+    here = (targets >= first) & (targets < first + n_words)
+    column = torch.where(here, targets - first, 0).unsqueeze(1)
+    target = torch.where(here, x.gather(1, column).squeeze(1), 0.0) * words.share
+    target = target + mine.sum(1) * words.spread
+    higher = top.detach().clamp(min=2.0)
+    others = torch.log((mine - higher.unsqueeze(1)).exp().sum(1) + 1.0) + higher
+    loss = ((others - target - 0.5) * (targets != IGNORE))[1:].sum()
+    (loss * scale).backward()
+    assert x.grad is not None
+    x.grad[0] = 0.0
+    total = (mine - top.unsqueeze(1)).exp().sum(1)
+    return [y.detach() for y in (top, total, target, loss, x.grad)]

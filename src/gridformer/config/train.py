@@ -166,9 +166,9 @@ class TrainConfig(Config):
     process, and otherwise cpu; processes of torchrun, srun or mpirun that have fewer GPUs than
     processes are refused."""
     kernels: Literal["fused", "torch"] = "fused"
-    """On GPUs, dropout, and attention with dropout, padding or a learned bias, are computed by
-    gridformer's own kernels (fused) or by operators of PyTorch (torch), which are slower and take
-    more memory. On CPUs both values mean the operators of PyTorch."""
+    """On GPUs, dropout, the loss of tokens, and attention with dropout, padding or a learned bias,
+    are computed by gridformer's own kernels (fused) or by operators of PyTorch (torch), which are
+    slower and take more memory. On CPUs both values mean the operators of PyTorch."""
     compile: Literal["auto", True, False] = "auto"
     """true compiles each block with torch.compile. The parts of a block that communicate run
     uncompiled, between compiled regions. auto means true on GPUs with what compilation needs,

@@ -224,6 +224,11 @@ def _scores(run: RunConfig, choices: Choices) -> dict[str, float]:
 # --------------------------------------------------------------------------- table and loss
 
 
+def fused_loss(run: RunConfig) -> bool:
+    """Whether the loss is computed by kernels of gridformer.models.kernels.cross_entropy."""
+    return on_gpu(run) and run.train.kernels == "fused" and run.train.dtype != "float64"
+
+
 def _table_bytes(run: RunConfig, choices: Choices) -> tuple[float, float]:
     """Returns the bytes of the tokens' table on a column of devices, and on a device."""
     table = run.model.vocab_size * run.model.hidden_size * 4.0
@@ -245,7 +250,10 @@ def _loss_bytes(run: RunConfig, choices: Choices) -> float:
     rows = min(rows, choices.work.loss_chunk_tokens or rows)
     logits = rows * run.model.vocab_size / (choices.within if sharded else 1)
     wide = max(4, item)
-    forward = logits * (item * (item < wide or sharded) + wide * (1 if sharded else 2))
+    if fused_loss(run):  # their gradient takes their place
+        forward = logits * item
+    else:
+        forward = logits * (item * (item < wide or sharded) + wide * (1 if sharded else 2))
     in_chunks = choices.loss_chunks(head) > 1
     gradient = column * in_chunks  # to which that of a chunk is added, if not in place
     if block < column:

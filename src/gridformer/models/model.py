@@ -340,7 +340,7 @@ class Model(nn.Module):
 
     def uses_kernels(self, fused: bool) -> None:
         """Sets whether GPUs use `gridformer.models.kernels`, or PyTorch's operators only."""
-        self.fused = fused
+        self.fused = self.loss.fused = fused
         for module in self.modules():
             if isinstance(module, DropoutSite):
                 module.fused = fused

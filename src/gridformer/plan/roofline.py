@@ -17,7 +17,7 @@ from gridformer.cluster.costs import Costs, KernelWork
 from gridformer.cluster.file import Cluster
 from gridformer.cluster.messages import Op
 from gridformer.config import RunConfig
-from gridformer.memory.quick import quick_peaks
+from gridformer.memory.quick import fused_loss, quick_peaks
 from gridformer.memory.room import room_on
 from gridformer.parallel.auto.cost import Choice, resolved
 from gridformer.parallel.auto.decisions import Decisions, decisions_of
@@ -41,6 +41,7 @@ _LOGITS, _SHARDED_LOGITS = 6, 10  # in float32, forward and backward together
 _COMPILED_LOGITS = 2  # where the loss is compiled
 # The fractions that are left in compiled layers of passes over activations, and of their launches.
 _JOINED, _LAUNCHED = 0.5, 0.3
+_FUSED_LOGITS = 3  # of gridformer's kernels, in their own type
 _UPDATE, _MOMENTS = 32, 16  # bytes of a parameter: that its update moves, and that a host may have
 _TURNS = 5  # of Muon's iteration
 # Kernels that move little: of a step, of a parameter once a step, and of a chunk of the loss.
@@ -313,10 +314,12 @@ class _Step:
                 load.add(one)
             if is_head:
                 cols = 1 if choice.common else self.choices.within
-                passes = _SHARDED_LOGITS
-                if cols == 1:
-                    passes = _COMPILED_LOGITS if self.compiled else _LOGITS
+                passes = _LOGITS if cols == 1 else _SHARDED_LOGITS
                 each = passes * max(4, self.item) + 2 * CAST_BYTES * (self.item == 2)
+                if fused_loss(self.run):
+                    each = _FUSED_LOGITS * self.item
+                elif self.compiled and cols == 1:
+                    each = _COMPILED_LOGITS * max(4, self.item)
                 logits = self.choices.head_tokens(choice) * choice.product.n_out / cols
                 forward.memory += self.costs.moved_s(logits * each)
                 norm = sum(NORM_LAUNCHES) * (self.times.norm_axis in self.times.places)

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from gridformer import parallel
@@ -58,16 +59,13 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
         model: This rank's model on any layout.
         backend: The backend of torch.compile; `aot_eager` needs no C++ compiler and is not faster.
     """
-    from torch import bfloat16, compile
+    from torch import compile
     from torch.compiler import disable
 
     if isinstance(model.recompute.partition, PartitionedFromFirst):
         # What compiled code saves behind the last product of a block, such as the counter of a
         # dropout, decides how far it is recomputed. All ranks then recompute whole blocks.
         model.recompute.stops_early = False
-    for parameter in model.parameters():  # compiled code then only reads the answer
-        library.available(parameter.device, bfloat16)
-        break
     parts = compiled_parts(model)
     for module in (module for part in parts for module in part.modules()):
         if is_left_out(module):
@@ -88,7 +86,13 @@ def compiled_parts(model: Model) -> list[nn.Module]:
         # The first sub-grid has the common layers, which stand here as meta tensors: the compiler
         # cannot keep those for the backward pass.
         return []
-    return [module for module in model.modules() if isinstance(module, Layer | CrossEntropy)]
+    kinds: tuple[type[nn.Module], ...] = Layer, CrossEntropy
+    dtype = model.compute_dtype or torch.float32
+    for parameter in model.parameters():  # compiled code then only reads the answer
+        if library.available(parameter.device, dtype) and model.fused:
+            kinds = (Layer,)  # the loss consists of kernels already
+        break
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def is_left_out(module: nn.Module) -> bool:

@@ -66,6 +66,24 @@ def compile_dropout(dtype: torch.dtype, architecture: int) -> int:
     return shared_memory(masking._masked, pointers, constants, architecture, {"num_warps": 4})
 
 
+@pytest.mark.parametrize("dtype", full_unless(lambda dtype: dtype == torch.bfloat16, TYPES))
+@pytest.mark.parametrize("name", ["_terms", "_gradient"])
+def test_the_loss_compiles(compiler: InProcess, name: str, dtype: torch.dtype) -> None:
+    assert compiler(compile_loss, name, dtype, 90) < SHARED_MEMORY[90]
+
+
+def compile_loss(name: str, dtype: torch.dtype, architecture: int) -> int:
+    from gridformer.models.kernels import softmax
+
+    numbers = dict.fromkeys(("share", "spread"), "fp32") | {"targets": "*i64"}
+    sizes = ("n_tokens", "n_columns", "stride", "first", "n_words")
+    arguments = {"logits": TYPES[dtype], **dict.fromkeys(sizes, "i32"), **numbers}
+    arguments |= dict.fromkeys(("out", "norms", "factors"), "*fp32")
+    kernel = getattr(softmax, name)
+    mine = {key: arguments[key] for key in kernel.arg_names if key in arguments}
+    return shared_memory(kernel, mine, {"COLUMNS": 4096}, architecture, {"num_warps": 8})
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "head_dim", "architecture"),
     full_unless(lambda case: case[1:] == (torch.bfloat16, 64, 80), CASES, unpack=True),

@@ -209,3 +209,22 @@ def test_models_have_the_same_loss_and_gradients(
     assert gradients.keys() == others.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, others[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+# --------------------------------------------------------------------------- loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", kernels.LOSSES)
+def test_the_loss_and_its_gradient_are_those_of_float64(
+    loops: InProcess, name: str, dtype: torch.dtype
+) -> None:
+    """The gradient is in the place of the logits, and zero where these are padding."""
+    got = loops(kernels.run_loss, name, dtype, "cpu", True)
+    want = kernels.run_loss(name, dtype, "cpu", False)
+    for one, other in zip(got[:-1], want[:-1], strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    atol = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(got[-1].double(), want[-1], rtol=1e-3, atol=atol)
+    n_words = kernels.LOSSES[name][3]
+    assert not got[-1][:, n_words:].any()

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gridformer.models.blocks.gradient_sum import summed
+from gridformer.models.kernels import library
+from gridformer.models.kernels.cross_entropy import Words, cross_entropy
 from gridformer.utils.batch import IGNORE, counts
 from gridformer.utils.tensors import loop
 
@@ -25,14 +27,22 @@ class CrossEntropy(nn.Module):
         smoothing: The fraction of each target that training distributes evenly over the vocabulary
             (Vaswani et al. 2017, section 5.4).
         vocab_size: v, if the logits may have additional columns, which are left out.
+
+    Attributes:
+        fused: Whether a GPU uses gridformer.models.kernels.cross_entropy, which overwrites logits.
     """
 
     def __init__(self, smoothing: float = 0.0, vocab_size: int | None = None) -> None:
         super().__init__()
         self.smoothing, self.vocab_size = smoothing, vocab_size
+        self.fused = True
 
     def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         logits_TV = logits_BSV.flatten(0, -2)
+        if self.fused and library.available(logits_TV.device, logits_TV.dtype):
+            v, smoothing = self.vocab_size or logits_TV.shape[1], self.smoothing * self.training
+            words = Words(0, v, 1.0 - smoothing, smoothing / v)
+            return cross_entropy(logits_TV.contiguous(), targets_BS.flatten(), words)
         if self.vocab_size is None or logits_TV.shape[1] == self.vocab_size:
             logits_TV = _wide(logits_TV)
         else:

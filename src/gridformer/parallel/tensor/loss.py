@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from gridformer import comm
 from gridformer.mesh import Axis
 from gridformer.models.blocks import IGNORE
+from gridformer.models.kernels import library
+from gridformer.models.kernels.cross_entropy import Words, cross_entropy
 
 _LABEL = "loss"
 
@@ -47,10 +49,15 @@ class VocabParallelCrossEntropy(nn.Module):
         self.axis, self.vocab_size, self.smoothing = axis, vocab_size, smoothing
         self.width, self.axes = width, axes or (axis,)
         self.samples = samples or Axis("samples")
+        self.fused = True
 
     def forward(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
         columns, n_mine = logits_BSV.shape[-1], targets_BS.numel()
         first = self.samples.index * n_mine
+        if self.fused and library.available(logits_BSV.device, logits_BSV.dtype):
+            mine, targets_T = slice(first, first + n_mine), self.of_all(targets_BS).flatten()
+            logits_TV = logits_BSV.reshape(-1, columns).contiguous()
+            return cross_entropy(logits_TV, targets_T, self._words(columns), self._combine, mine)
         out: Tensor = _VocabParallelCrossEntropy.apply(
             logits_BSV.reshape(-1, columns),
             self.of_all(targets_BS).flatten(),
@@ -61,6 +68,22 @@ class VocabParallelCrossEntropy(nn.Module):
             slice(first, first + n_mine),
         )
         return out
+
+    def _words(self, columns: int) -> Words:
+        """Returns what `columns` of this rank's logits are."""
+        width = columns if self.width is None else self.width
+        first, smoothing = self.axis.index * width, self.smoothing * self.training
+        n_words = min(max(0, self.vocab_size - first), width)
+        return Words(first, n_words, 1.0 - smoothing, smoothing / self.vocab_size)
+
+    def _combine(
+        self, top_T: Tensor, sum_T: Tensor, target_T: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the terms of the whole vocabulary; `sum_T` is relative to the largest logit."""
+        highest_T = comm.all_reduce(top_T.clone(), self.axis, "max", _LABEL)
+        both_2T = torch.stack((sum_T * (top_T - highest_T).exp(), target_T))
+        sum_T, target_T = comm.all_reduce(both_2T, self.axis, label=_LABEL)
+        return highest_T, sum_T, target_T
 
     def of_all(self, targets_BS: Tensor) -> Tensor:
         """Returns the targets of all samples of the logits, given those of this rank's."""
