@@ -97,6 +97,7 @@ CASES += [
         *(({}, "none"), ({}, "selective"), ({}, "full")),
         ({"scheme": "megatron_2d", "rows": 2, "cols": 2}, "none"),
         ({"pp": 2, "micro_batches": 4}, "none"),
+        ({"pp": 2, "micro_batches": 4, "pipeline": "zb_h1"}, "none"),
     )
     for dtype in ("float32", "bfloat16")
 ]

@@ -343,6 +343,41 @@ def pipelines() -> Iterator[Case]:
         yield Case(f"piped {name}", layout, PIPED_MODELS[name], {"dtype": "float64"}, quick)
 
 
+ZERO_BUBBLE: Layout = {"pipeline": "zb_h1"}
+# One of each scheme, with every mode of replicas, models of each kind, and four stages.
+QUICK_ZERO_BUBBLE = {
+    Cell("GPT-2", "single", 4, "none", True),
+    Cell("T5", "single", 2, "zero1", False),
+    Cell("Experts", "Megatron", 2, "none", False),
+    Cell("Llama", "Megatron, sequence parallel", 2, "fsdp", False),
+    Cell("BERT", "Megatron 2-D", 2, "none", False),
+    Cell("GPT-2", "Optimus", 2, "none", True),
+    Cell("GPT-2", "D&SP", 2, "replicate", False),
+    Cell("Transformer", "D&SP-cSub", 2, "none", True),
+    Cell("Llama", "Optimus, stationary weights", 2, "none", True),
+    Cell("DeepSeek experts", "Optimus, rows over s", 2, "none", False),
+}
+SYNC: Layout = {"dp": 2, "dp_mode": "fsdp", "gradient_sync": "micro_batch"}
+
+
+def zero_bubble() -> Iterator[Case]:
+    """Yield the pipelines of the exactness matrix, and methods, with late gradients of weights."""
+    for cell in POSSIBLE:
+        quick = cell in QUICK_ZERO_BUBBLE
+        if quick or (cell.pp > 1 and cell.dropout and n_of_cell(cell) <= 4):
+            layout = {**cell.layout, **ZERO_BUBBLE, "micro_batches": 2 * cell.pp}
+            yield Case(f"split {cell.title}", layout, cell.config, SETTINGS, quick, cell.task)
+    sizes = {"n_layers": 3, "max_seq_len": 12, "dropout": 0.1, "attention_dropout": 0.1}
+    for method in ("full", "selective", "some layers", "clip_by_layer", "offload"):
+        for kind in ({}, SHORT_LINE, {**SQUARE, "keep_gathered": "none"}):
+            quick = (method, kind) in (("full", SHORT_LINE), ("some layers", {}))
+            train = {**SETTINGS, **METHODS[method]}
+            yield Case(f"split {method}", pipe(2, 4, **ZERO_BUBBLE, **kind), sizes, train, quick)
+    more = [pipe(2, 4, **ZERO_BUBBLE, **SYNC), pipe(4, 6, **ZERO_BUBBLE, **SYNC)]
+    more += [pipe(2, 4, **ZERO_BUBBLE, **{**SYNC, **over}) for over in ({"reshard": "step"},)]
+    yield from cases("split", more, more[:1], sizes)
+
+
 # --------------------------------------------------- methods
 
 UPDATES = [*METHODS][3:]
@@ -493,7 +528,7 @@ def rows_over_sequence() -> Iterator[Case]:
 CASES = sorted(
     [
         *(*grids(), *families(), *replicas(), *pipelines(), *methods(), *sub_grids()),
-        *rows_over_sequence(),
+        *(*rows_over_sequence(), *zero_bubble()),
     ],
     key=lambda case: n_of(case.layout),  # process groups are rebuilt whenever their size changes
 )
@@ -520,6 +555,8 @@ ROUNDED: list[Case] = [
         Case(f"piped {name}", pipe(2, 4, 2, **MEGATRON), model, {}, name == "gpt2")
         for name, model in PIPED_MODELS.items()
     ),
+    Case("split", pipe(2, 4, **ZERO_BUBBLE, **MEGATRON), PIPED_MODELS["gpt2"], {}, True),
+    Case("split fsdp", pipe(2, 4, **ZERO_BUBBLE, dp=2, dp_mode="fsdp"), MODEL, {}, False),
 ]
 
 

@@ -142,6 +142,22 @@ def test_choices_of_fsdp_equal_one_device_over_nccl(pool: WorkerPool, cell: Cell
         worst_of(pool.run(n, on_nccl, compare, *case))
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("GPT-2", "single", 4, "none", True),
+        Cell("GPT-2", "Optimus", 2, "none", True),
+        Cell("Llama", "Megatron, sequence parallel", 2, "fsdp", False),
+    ],
+    ids=lambda cell: cell.title,
+)
+def test_zero_bubble_equals_one_device_over_nccl(pool: WorkerPool, cell: Cell) -> None:
+    """tests/multirank/test_equal_one_device.py tests it over gloo."""
+    layout = {**cell.layout, "pipeline": "zb_h1", "micro_batches": 2 * cell.pp}
+    how = layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents, cell.task
+    worst_of(pool.run(n_of(cell), on_nccl, compare, *how))
+
+
 RESNEXT: dict[str, tuple[int, dict[str, Any]]] = {
     "data parallel on 4": (4, {"g": 1}),
     "D&SP, g=2 of 4": (4, {"g": 2}),

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from gridformer.comm import record_messages
 from gridformer.config import Family, LayoutConfig, ModelConfig
 from gridformer.models import Activations, Link, Model
 from gridformer.models.blocks import KVCache, copy_of
+from gridformer.models.blocks.late_gradient import SPLIT, LateGradient
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data.copies import assert_copies_equal
 from gridformer.parallel.data.gradients import GradientSums
@@ -184,19 +186,24 @@ def sums_in_backward(layout: Layout) -> tuple[list[str], int]:
     (read,) = pipelines.reads_of(pipelines.family("gpt2", n_labels=0), 1)
     read_tokens = lambda rows: {k: v for k, v in read(rows).items() if k in ("tokens", "targets")}  # noqa: E731
     stepper(0, read_tokens)
-    return [kind for kind in seen if kind in ("sum", "backward")], late
+    return [kind for kind in seen if kind in ("sum", "backward", "weight")], late
 
 
-@pytest.mark.parametrize("k", [1, 2])
-def test_sums_start_in_the_last_backward_and_not_before(pool: WorkerPool, k: int) -> None:
-    """A stage's gradients are complete when its own last backward pass is done."""
-    layout = {"pp": 2, "dp": 2, "micro_batches": 2, "stages_per_rank": k}
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [({}, "backward"), ({"stages_per_rank": 2}, "backward"), ({"pipeline": "zb_h1"}, "weight")],
+)
+def test_sums_start_in_the_last_pass_and_not_before(
+    pool: WorkerPool, layout: Layout, kind: str
+) -> None:
+    """A stage's gradients are complete when its own last backward or weight pass is done."""
+    layout = {"pp": 2, "dp": 2, "micro_batches": 2, **layout}
     for seen, late in pool.run(4, sums_in_backward, layout):
         assert late == 0, "a gradient changed after its sum had begun"
-        assert seen.count("backward") == 2 * k
-        last = len(seen) - 1 - seen[::-1].index("backward")
+        assert seen.count(kind) == 2 * layout.get("stages_per_rank", 1)
+        last = len(seen) - 1 - seen[::-1].index(kind)
         assert "sum" in seen[:last], "nothing overlaps"
-        assert seen.index("sum") > seen.index("backward"), "before any gradient was complete"
+        assert seen.index("sum") > seen.index(kind), "before any gradient was complete"
 
 
 # --------------------------------------------------- time
@@ -204,19 +211,25 @@ def test_sums_start_in_the_last_backward_and_not_before(pool: WorkerPool, k: int
 
 class _Nap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seconds: float, late: LateGradient | None) -> Tensor:
         time.sleep(seconds)
-        ctx.seconds = seconds
+        ctx.seconds, ctx.late = seconds, late
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
-        return grads[0] * 1.0, None
+        gradient = partial(time.sleep, ctx.seconds)
+        if ctx.late is None or not ctx.late.leave(gradient):
+            gradient()
+        time.sleep(ctx.seconds)
+        return grads[0] * 1.0, None, None
 
 
 class Sleeper(Model):
-    """A model of as many links as stages; each sleeps, twice as long in backward as in forward."""
+    """A model of as many links as stages, which sleep in forward, and twice as long in backward.
+
+    Half of the latter is for the gradient of a weight.
+    """
 
     def __init__(self, config: ModelConfig, seconds: float) -> None:
         super().__init__(config)
@@ -237,7 +250,8 @@ class Sleeper(Model):
         hidden, _ = Activations.taken(entering)
         if hidden is None:
             hidden = self.start.expand(*batch["tokens"].shape, -1)
-        return Activations(_Nap.apply(hidden, self.seconds))
+        late = LateGradient.of(self.start) if SPLIT.wanted else None
+        return Activations(_Nap.apply(hidden, self.seconds, late))
 
 
 def events_of(layout: Layout, nap: float) -> list[Event]:
@@ -257,16 +271,18 @@ def events_of(layout: Layout, nap: float) -> list[Event]:
     return events
 
 
-@pytest.mark.parametrize(("order", "k"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    ("order", "k"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)]
+)
 def test_idle_time_of_equal_stages(pool: WorkerPool, order: str, k: int) -> None:
-    """Idle time is (pp-1)/m of the ideal time, or 1/k of that if interleaved.
+    """Idle time is (pp-1)/m of the ideal time, 1/k of that if interleaved, a third with zb_h1.
 
     A busy machine only adds to it, and adds less the longer the naps are; one of several steps must
     be close.
     """
     m = 4
     layout = {"pp": 2, "micro_batches": m, "pipeline": order, "stages_per_rank": k}
-    want = 1 / (k * m)
+    want = 1 / (k * m) / (3 if order == "zb_h1" else 1)
     for turn in range(10):
         ranks = pool.run(2, events_of, layout, 0.03 * 1.6**turn)
         found = idle_fraction(ranks)
@@ -280,6 +296,7 @@ def test_idle_time_of_equal_stages(pool: WorkerPool, order: str, k: int) -> None
         **{"forward": k * m, "backward": k * m, "send": messages, "recv": messages},
         **{"backward posted": k * m, "forward sent": k * m},
         **({"forward posted": m, "backward sent": m} if k > 1 else {}),
+        **({"weight": m} if order == "zb_h1" else {}),
     }
 
 

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, str | dict[str, Any], dict[str, Any]]] = {
         {**FSDP, "dp": 32, "gradient_sync": "micro_batch", "micro_batches": 4}),
     "Llama, sequence": ("dgx-h100", LLAMA, SEQUENCE),
     "Llama, pipeline": ("dgx-h100", LLAMA, PIPELINE),
+    "Llama, zero bubble": ("dgx-h100", LLAMA, {**PIPELINE, "pipeline": "zb_h1"}),
     "Llama, rows over the sequence": ("dgx-h100", LLAMA, {**OVER_SEQUENCE, "cols": 2}),
     "T5, rows over the sequence": ("dgx-h100", "t5-large", {**OVER_SEQUENCE, "scheme": "optimus"}),
     "T5, sub-graph": ("dgx-h100", "t5-large", {"scheme": "subgraph", "branches": 4}),
@@ -63,6 +64,7 @@ def run_of(
 
 # With a collective of each kind, a pipeline of each kind, and each family.
 QUICK = {"GPT-2, sums in each micro-batch", "T5, rows over the sequence", "cSub", "Llama, sequence"}
+QUICK |= {"Llama, zero bubble"}
 QUICK |= {"slow links", "slow links, interleaved", "slow links, FSDP", "GPT-2, FSDP"}
 
 
@@ -191,10 +193,11 @@ def test_without_a_head_of_tokens_nothing_multiplies_by_their_table() -> None:
     assert labels.peak_gib <= words.peak_gib
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_memory_of_interleaved_pipelines(k: int) -> None:
+@pytest.mark.parametrize("stages", [1, 2, 3, "zb_h1"])
+def test_memory_of_pipelines(stages: int | str) -> None:
     """More micro-batches are under way on the first rank if it has several stages."""
-    layout = {"pp": 4, "stages_per_rank": k, "micro_batches": 16}
+    order = {"stages_per_rank": stages} if isinstance(stages, int) else {"pipeline": stages}
+    layout = {"pp": 4, "micro_batches": 16, **order}
     sections = {"model": "gpt2-355m", "data": {"path": "."}, "layout": layout}
     run = parse_run({**sections, "train": {"global_batch": 64, "dtype": "bfloat16"}})
     run = on_device_type(run, "cuda")

@@ -242,6 +242,12 @@ def test_settings_of_pipelines_and_sub_graphs_are_tried() -> None:
     deep = run_of("gpt-175b", "layout.pp=8", "layout.micro_batches=8", batch=8)
     tried = [change for change, _ in neighbors(deep)]
     assert [{"layout.stages_per_rank": k} in tried for k in (2, 3, 4, 6, 8, 12)] == [True] * 6
+    zero_bubble = {"layout.stages_per_rank": 1, "layout.pipeline": "zb_h1"}
+    assert zero_bubble in tried
+    split = changed(deep, zero_bubble)
+    assert split is not None
+    tried = [change for change, _ in neighbors(split)]
+    assert {"layout.stages_per_rank": 2, "layout.pipeline": "auto"} in tried
     shallow = run_of("gpt2-774m", "layout.pp=8", "layout.micro_batches=8", batch=8)
     assert {"layout.stages_per_rank": 12} not in [change for change, _ in neighbors(shallow)]
     sub_graph = run_of("gpt2-774m", "layout.scheme=subgraph", "layout.branches=2", batch=8)

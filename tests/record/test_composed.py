@@ -55,6 +55,14 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "interleaved": ({**MEGATRON, "stages_per_rank": 2}, {"device": "cuda"}, {}),
     "interleaved on four ranks": ({**MEGATRON, "pp": 4, "stages_per_rank": 2, "micro_batches": 8},
         {"dtype": "bfloat16"}, {}),
+    "zero bubble*": ({**MEGATRON, "pipeline": "zb_h1", "dp": 2, "dp_mode": "zero1"},
+        {"device": "cuda", "dtype": "bfloat16"}, {"family": "llama"}),
+    "zero bubble on four ranks": ({"pp": 4, "micro_batches": 12, "pipeline": "zb_h1"}, FULL, {}),
+    "zero bubble, sums in each pass": (
+        {"pp": 3, "micro_batches": 12, "pipeline": "zb_h1", "dp": 2, "dp_mode": "fsdp"}
+        | {"gradient_sync": "micro_batch"},
+        {"device": "cuda"}, {}),
+    "zero bubble on a grid": ({**OPTIMUS, "schedule": "gather", "pipeline": "zb_h1"}, {}, {}),
     "deep": ({"pp": 8, "micro_batches": 20}, {"device": "cuda"}, {}),
     "fewer micro-batches than ranks": ({"pp": 6, "micro_batches": 3}, {}, {}),
     "prefetched": ({**OPTIMUS, "schedule": "gather", "stages_per_rank": 2}, {}, {}),
@@ -396,7 +404,7 @@ def test_a_step_whose_layers_do_not_repeat_runs_completely(monkeypatch: pytest.M
 
 
 PIPELINES = st.tuples(
-    st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_h1"]),
     st.integers(2, 12),
     st.integers(2, 3),
     st.integers(1, 40),

@@ -55,7 +55,7 @@ def _scheme(name: str) -> str:
 
 
 Scheme = Annotated[str, AfterValidator(_scheme), WithJsonSchema({"enum": [*_OURS]})]
-PipelineOrder = Literal["gpipe", "1f1b", "interleaved"]
+PipelineOrder = Literal["gpipe", "1f1b", "interleaved", "zb_h1"]
 
 
 class LayoutConfig(Config):
@@ -106,10 +106,11 @@ class LayoutConfig(Config):
     """The model is divided over this number of pipeline-parallel ranks."""
     stages_per_rank: int = Field(default=1, ge=1, le=MOST_LAYERS)
     """Each pipeline rank holds this number of stages. More than 1 interleaves them."""
-    pipeline: Literal["auto", "gpipe", "1f1b", "interleaved"] = "auto"
+    pipeline: Literal["auto", "gpipe", "1f1b", "interleaved", "zb_h1"] = "auto"
     """The pipeline schedule is the order in which stages process micro-batches. auto means
     interleaved with several stages per rank, gpipe with fewer micro-batches than stages, and 1f1b
-    otherwise."""
+    otherwise. zb_h1 is 1f1b whose backward passes leave the gradients of weights for later, when a
+    rank would wait."""
     micro_batches: int = Field(default=1, ge=1, le=MOST_PROCESSES)
     """The batch of each replica is divided into this number of micro-batches (m). They go through
     the model one after the other, and their gradients are accumulated."""

@@ -108,6 +108,8 @@ VALUES: Final = {
     "2d": "optimus",
     "summa": "optimus",
     "pipedream": "1f1b",
+    "zero_bubble": "zb_h1",
+    "zbh1": "zb_h1",
     "gpt": "gpt2",
     "mistral": "llama",
     "qwen": "llama",

@@ -168,7 +168,8 @@ def _moment(parts: Sequence[Changes], when: int, begins: list[int], composed: bo
         layer = re.sub(r"\w*(layers|blocks)\.\d+(\.?)", "a layer\\2", doing)
         return layer.replace("layer.", "layer's ") if composed else doing
     part = parts[number].kind
-    passes = {"forward": "forward, embedding or loss", "backward": "backward, embedding or loss"}
+    passes = {kind: f"{kind}, embedding or loss" for kind in ("forward", "backward")}
+    passes["weight"] = "gradients of weights"
     return passes.get(part, part or "between steps")
 
 

@@ -54,6 +54,10 @@ def quick_peaks(run: RunConfig, choices: Choices) -> list[float]:
     n_layers, grid = sum(stacks.values()), choices.rows * choices.cols
     states, outside = _states(run, choices)
     kept, layer = _activations(run, choices)
+    # What a late gradient of a weight keeps is about as large, and is never recomputed.
+    for_weights, _ = _activations(
+        run, replace(choices, work=replace(choices.work, recompute="selective"))
+    )
     shards = 1 if layout.dp_mode == "replicate" else layout.shards
     # Otherwise gradients of several micro-batches are whole until the end.
     summed = m == 1 or layout.gradient_sync == "micro_batch"
@@ -80,6 +84,9 @@ def quick_peaks(run: RunConfig, choices: Choices) -> list[float]:
         n_mine = max(1.0, sum(part * stacks[stack] for stack, part in share.layers))
         held = gathered + sum(part * states[stack] for stack, part in share.layers)
         held += weights * n_mine / n_layers
+        if layout.pipeline_order == "zb_h1":
+            late = sum(part * for_weights[stack] for stack, part in share.layers)
+            held += min(rank + 1, m) * late - min(mine, late)  # the first takes its place
         if share.lookups or share.head:  # of two tables a rank of a pipeline has one
             held += outside if run.model.tied_head or layout.pp == 1 else outside / 2
         held += _position_states(run, choices) * (share.lookups > 0)

@@ -14,6 +14,7 @@ from gridformer.memory.estimate import MemoryBreakdown
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto.heuristics import decide
 from gridformer.parallel.auto.products import replica_work
+from gridformer.parallel.pipeline.schedules import PASSES
 from gridformer.parallel.registry import describe_layout
 from gridformer.record.routing import routing_notes
 from gridformer.record.step import KINDS, MESSAGES
@@ -139,7 +140,7 @@ def _main_phases(phases: Sequence[tuple[int, str]], end: int) -> list[tuple[int,
     """
     kept = [one for one in phases if one[1] not in (*MESSAGES, "read the batch")]
     if len(kept) > 12:
-        kept = [one for one in kept if one[1] not in ("forward", "backward")]
+        kept = [one for one in kept if one[1] not in PASSES]
     begins = [when for when, _ in kept[1:]] + [end]
     return [one for one, after in zip(kept, begins) if after - one[0] > 0.02 * end]
 

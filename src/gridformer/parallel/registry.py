@@ -56,7 +56,9 @@ def describe_layout(layout: LayoutConfig) -> str:
         parts.append(f"experts over {' x '.join(over)}{n}")
     if layout.pp > 1:
         k = layout.stages_per_rank
-        parts.append(f"pp={layout.pp}" + (f" x {k} stages, interleaved" if k > 1 else ""))
+        order = "zb_h1" if layout.pipeline == "zb_h1" else ""
+        stages = f"x {k} stages, interleaved" if k > 1 else order
+        parts.append(f"pp={layout.pp} {stages}".strip())
     if len(parts) > 1 and layout.n_processes == layout.dp * layout.pp:
         parts = parts[1:]  # the scheme has one device
     return ", ".join(parts)

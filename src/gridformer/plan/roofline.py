@@ -86,7 +86,8 @@ def estimate(
     waits_s = 0.0 if ahead else launch_s
     shares = shares_of_ranks(run)
     passes = {share: step.passes(share) for share in {*shares}}
-    seconds = {share: sum(x.on(costs, waits_s) for x in both) for share, both in passes.items()}
+    each = {share: [x.on(costs, waits_s) for x in both] for share, both in passes.items()}
+    seconds = {share: sum(both) for share, both in each.items()}
     slowest = max(seconds, key=lambda share: seconds[share])
     overheads = (step.overheads(share, both[1]) for share, both in passes.items())
     load = max(overheads, key=lambda load: load.device_s)
@@ -101,7 +102,10 @@ def estimate(
         waits = sends * (layout.pp - 1) * (m / layout.pp if k == 1 else 1)
         waits = max(waits, m * (sends - seconds[slowest]))
         load.exposed["pp"] += waits
-        step_s += waits + (sum(seconds[share] for share in shares) - seconds[slowest]) / k
+        # Gradients of weights, which take about as long as forward passes, fill the end of zb_h1.
+        filled = 2 if layout.pipeline_order == "zb_h1" else 0
+        idle = {share: max(0.0, seconds[share] - filled * each[share][0]) for share in each}
+        step_s += waits + (sum(idle[share] for share in shares) - idle[slowest]) / k
     step_s = max(step_s, load.launches * launch_s + fixed_s) if ahead else step_s + fixed_s
     there = on_device_type(unfused(run, cluster), cluster.device.kind)
     peak_gib = max(quick_peaks(there, choices)) / GIB

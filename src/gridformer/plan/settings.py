@@ -82,7 +82,9 @@ def _setting_changes(run: RunConfig) -> Iterator[Settings]:
         for m in [m for m in every if m > layout.micro_batches][:1]:
             yield {"layout.rows_over": "sequence", "layout.micro_batches": m}
     if layout.pp > 1:
-        yield from ({"layout.stages_per_rank": k} for k in STAGES_PER_RANK)
+        plain = {"layout.pipeline": "auto"} if layout.pipeline == "zb_h1" else {}
+        yield from ({"layout.stages_per_rank": k, **plain} for k in STAGES_PER_RANK)
+        yield {"layout.stages_per_rank": 1, "layout.pipeline": "zb_h1"}
     if layout.n_processes > 1 and layout.devices_per_node and spec.node_blocks:
         yield {"layout.devices_per_node": 0, "layout.nodes_per_rack": 0}
     if "order" in spec.keys:
@@ -147,7 +149,7 @@ def _moved(layout: LayoutConfig, more: str, less: str) -> dict[str, Any]:
     if sizes["dp"] == 1 and layout.dp_mode != "replicate":
         moved |= {"layout.dp_mode": "replicate", **_UNSHARDED}
     if sizes["pp"] == 1:
-        moved["layout.stages_per_rank"] = 1
+        moved |= {"layout.stages_per_rank": 1, "layout.pipeline": "auto"}
     same = layout.model_dump()
     return {key: v for key, v in moved.items() if same[key.removeprefix("layout.")] != v}
 

@@ -113,11 +113,12 @@ def keys_of(itinerary: Itinerary, pp: int) -> list[PartKey]:
     """Returns the keys of the parts of a rank's step in a pipeline of `pp` ranks, in order."""
     queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
     sender = {action: peer for peer, coming in itinerary.arrivals.items() for action in coming}
-    last = {a.stage: a for a in itinerary.actions if a.kind == "backward"}
+    last = {a.stage: a for a in itinerary.actions if a.kind != "forward"}
     posted: dict[int, list[Action]] = {peer: [] for peer in queues}
     sent: dict[int, list[Action]] = {}
     sent_by: dict[Action, tuple[int, int]] = {}  # the other rank, and the stage
     seen: set[tuple[str, int]] = set()
+    made = ""  # the kind of the last pass that made gradients
     micros: set[int] = set()
     keys: list[PartKey] = []
 
@@ -149,7 +150,9 @@ def keys_of(itinerary: Itinerary, pp: int) -> list[PartKey]:
                 keys += end(message)
         ends, again = last.get(stage) == action, (kind, stage) in seen
         fresh = micro not in micros  # stamps of dropout are copied to the device
-        keys.append((kind, stage // pp, again, ends, fresh, not micros))
+        after = kind != "forward" and made == "weight"  # which may have sent all gradients
+        keys.append((kind, stage // pp, again, ends, fresh, not micros, after))
+        made = made if kind == "forward" else kind
         if action in itinerary.sends:
             message, peer = itinerary.sends[action]
             sent.setdefault(peer, []).append(message)

@@ -31,7 +31,7 @@ from gridformer.parallel.auto.decisions import Decisions
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.pipeline import Event
-from gridformer.parallel.pipeline.schedules import Itinerary
+from gridformer.parallel.pipeline.schedules import PASSES, Itinerary
 from gridformer.parallel.tensor.norm import GridNorm
 from gridformer.record.batch import rows_like
 from gridformer.record.device import NAME, Backend
@@ -81,7 +81,6 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "residuals": (blocks.Layer,),
 }
 _OUTSIDE = "embedding, loss"
-PASSES = ("forward", "backward")
 # Parts of a step that make neither copies nor gradients.
 MESSAGES = ("send", "recv", *(f"{kind} {what}" for kind in PASSES for what in ("posted", "sent")))
 ACTIVATIONS = tuple(f"activations: {kind}" for kind in (*_MODULES, _OUTSIDE))
@@ -114,9 +113,9 @@ class StepPart(NamedTuple):
     """A part of a step, from the end of the part before it to its own end.
 
     Attributes:
-        kind: `start` for what comes before the step; `forward`, `backward`, one of `MESSAGES`
-            (where a receive is posted, `recv` waits for it, and `forward sent` for a send), or
-            another part of the step; it is empty for what comes after it.
+        kind: `start` for what comes before the step; one of `PASSES`; one of `MESSAGES` (where a
+            receive is posted, `recv` waits for it, and `forward sent` for a send); or another part
+            of the step. It is empty for what comes after it.
         events: Their messages have no numbers, so that parts can be put together anew.
     """
 

@@ -28,6 +28,7 @@ _MARKS = {"start": ("triangle-up", "#4a90d9"), "trouble": ("x", "#d62728")}
 KINDS = {
     "forward": "#3b82c4",
     "backward": "#1f5a94",
+    "weight": "#5f8f3f",
     "update": "#3fa45b",
     "read the batch": "#8e6fd8",
     "wait for data": "#e0218a",

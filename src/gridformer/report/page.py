@@ -215,7 +215,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _in_order(seconds: Mapping[str, float]) -> dict[str, float]:
-    first = ("forward", "backward", "update")
+    first = ("forward", "backward", "weight", "update")
     kinds = [*(kind for kind in first if kind in seconds), *sorted({*seconds} - {*first})]
     return {kind: seconds[kind] for kind in kinds}
 

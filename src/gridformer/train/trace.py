@@ -19,9 +19,8 @@ from gridformer import comm
 from gridformer.comm import Record, Recorder
 from gridformer.mesh import Axes
 from gridformer.parallel.pipeline import Clock, Event, OnAction, idle_fraction
+from gridformer.parallel.pipeline.schedules import PASSES
 from gridformer.utils.files import writing
-
-_PASSES = ("forward", "backward")
 
 
 class StepTrace:
@@ -121,7 +120,7 @@ def _pass(rank: int, zero: float, event: Event) -> dict[str, Any]:
     if event.stage >= 0:
         name = f"{event.kind} {event.micro}"
         args = {"stage": event.stage, "micro-batch": event.micro}
-    kind = "pass" if event.kind in _PASSES else "other"
+    kind = "pass" if event.kind in PASSES else "other"
     return _slice(rank, name, kind, zero, event.span, args)
 
 

@@ -226,7 +226,9 @@ def parameter_behind(weight: Tensor) -> Tensor | None:
     parameter = base_of(weight)
     if parameter is weight:
         return weight if weight.is_leaf else None
-    if _is_alike(weight, parameter) or _is_alike(weight, parameter.t()):
+    # FSDP may have freed the parameter, and torch makes no views of it then.
+    shape, stride = parameter.shape, parameter.stride()
+    if (weight.shape, weight.stride()) in ((shape, stride), (shape[::-1], stride[::-1])):
         return parameter
     return None  # a part of it
 

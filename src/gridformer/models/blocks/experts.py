@@ -7,6 +7,7 @@ order of their numbers, equal scores are in that order, too, and results are add
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from gridformer.config import ModelConfig
 from gridformer.models.blocks.cast import cast
+from gridformer.models.blocks.late_gradient import SPLIT, LateGradient
 from gridformer.models.blocks.linear import GatedProduct, Init, new_parameter
 from gridformer.models.blocks.recompute import Recompute
 from gridformer.models.kernels.grouped import grouped_product, grouped_sum
@@ -222,14 +224,23 @@ def expert_product(x: Tensor, weight: Tensor, ends: Tensor, whole: Whole | None 
 
     The rows of an expert end at `ends[e]`, int32.
     """
-    y: Tensor = _ExpertProduct.apply(x, weight, ends, whole or Whole())
+    late = LateGradient.of(weight) if SPLIT.wanted else None
+    y: Tensor = _ExpertProduct.apply(x, weight, ends, whole or Whole(), late)
     return y
 
 
 class _ExpertProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, whole: Whole) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        whole: Whole,
+        late: LateGradient | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
+        ctx.late = late
         # Recomputation replaces saved tensors, and only a parameter has a cast copy.
         ctx.weight, ctx.whole = weight if weight.is_leaf else None, whole
         w = whole.gather(cast(weight, x.dtype))
@@ -245,10 +256,17 @@ class _ExpertProduct(torch.autograd.Function):
             w = ctx.whole.gather(cast(weight, x.dtype))
             grad_x = grouped_product(grad, w.transpose(1, 2), ends)
         if ctx.needs_input_grad[1]:
-            turned = weight.stride(1) == 1  # a transpose, as its gradient is then
-            total = grouped_sum(*((grad, x) if turned else (x, grad)), ends)
-            grad_w = ctx.whole.scatter(total.transpose(1, 2) if turned else total).to(weight.dtype)
-        return grad_x, grad_w, None, None
+            gradient = partial(_expert_gradient, x.detach(), grad, weight, ends, ctx.whole)
+            if ctx.late is None or not ctx.late.leave(gradient):
+                grad_w = gradient()
+        return grad_x, grad_w, None, None, None
+
+
+def _expert_gradient(x: Tensor, grad: Tensor, weight: Tensor, ends: Tensor, whole: Whole) -> Tensor:
+    """Returns the gradient of the matrices of experts in a product, given that of its result."""
+    turned = weight.stride(1) == 1  # a transpose, as its gradient is then
+    total = grouped_sum(*((grad, x) if turned else (x, grad)), ends)
+    return whole.scatter(total.transpose(1, 2) if turned else total).to(weight.dtype)
 
 
 class _Permuted(torch.autograd.Function):

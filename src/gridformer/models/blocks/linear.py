@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gridformer.models.blocks.cast import cast, stand_for, stands_for_parameters
 from gridformer.models.blocks.gradient_sum import added_gradient, continued, sum_behind
+from gridformer.models.blocks.late_gradient import SPLIT, LateGradient
 from gridformer.models.kernels.library import LIBRARY, define
 from gridformer.models.kernels.products import wide_product
 from gridformer.utils.tensors import TensorAttribute
@@ -90,13 +91,14 @@ def linear(x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, padded: bool = F
         weight_IO: A parameter, the transpose of one, or the placeholder of several.
         padded: Whether the result may have the additional columns of the cast copy.
     """
-    if weight_IO.dtype == x.dtype and not stands_for_parameters(weight_IO):
+    late = LateGradient.of(weight_IO) if SPLIT.wanted else None
+    if late is None and weight_IO.dtype == x.dtype and not stands_for_parameters(weight_IO):
         # F.linear would transpose the transpose once more, and both again in the backward pass.
         x = x if x.requires_grad else as_rows(x)
         return x @ weight_IO if bias_O is None else F.linear(x, weight_IO.t(), bias_O)
     weight = cast(weight_IO, x.dtype, padded)
     bias = None if bias_O is None else cast(bias_O, x.dtype, weight.shape[1] > len(bias_O))
-    place = _CastLinear.apply(x, weight_IO, bias_O, weight.shape[1])
+    place = _CastLinear.apply(x, weight_IO, bias_O, weight.shape[1], late)
     out: Tensor = _CastLinearResult.apply(place, as_rows(x.detach()), weight, bias)
     return out
 
@@ -120,9 +122,15 @@ class _CastLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_IO: Tensor, bias_O: Tensor | None, n_out: int
+        ctx: Any,
+        x: Tensor,
+        weight_IO: Tensor,
+        bias_O: Tensor | None,
+        n_out: int,
+        late: LateGradient | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight_IO)
+        ctx.late = late
         # Recomputation replaces saved tensors by others, which have no cast copy.
         ctx.weight = weight_IO
         ctx.bias = None if bias_O is None else bias_O.dtype
@@ -133,27 +141,42 @@ class _CastLinear(torch.autograd.Function):
         x, weight_IO = ctx.saved_tensors
         n_out = weight_IO.shape[1]
         grad_out = as_rows(grads[0])
-        grad = grad_out.flatten(0, -2)
+        rows, grad = x.detach().flatten(0, -2), grad_out.flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             weight = cast(ctx.weight, x.dtype, padded=grad.shape[1] > n_out)
             grad_x = grad_out @ weight.t()
         if ctx.needs_input_grad[1]:
-            total, more = sum_behind(ctx.weight), continued(ctx.weight)
-            rows = x.flatten(0, -2)
-            if more is not None:
-                more.add_product(rows.t(), grad)
-                grad_weight = more.value
-            elif weight_IO.stride(0) == 1:  # stored by columns, as the table of the tied head
-                if total is not None and total.shape == (n_out, rows.shape[1]):
-                    total.add_product(grad.t(), rows)
-                else:
-                    grad_weight = wide_product(grad.t(), rows, weight_IO.dtype)[:n_out].t()
-            else:
-                grad_weight = wide_product(rows.t(), grad, weight_IO.dtype)[:, :n_out]
+            gradient = partial(_weight_gradient, rows, grad, weight_IO, ctx.weight)
+            if ctx.late is None or not ctx.late.leave(gradient):
+                grad_weight = gradient()
         if ctx.bias is not None:
             grad_bias = grad.sum(0)[:n_out].to(ctx.bias)
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _weight_gradient(
+    rows: Tensor, grad: Tensor, weight_IO: Tensor, weight: Tensor
+) -> Tensor | None:
+    """Returns the gradient of a weight; None if it was added to an open sum.
+
+    Args:
+        rows: The input [tokens, in].
+        grad: The gradient of the output [tokens, out].
+        weight: The tensor that may have a sum.
+    """
+    n_out = weight_IO.shape[1]
+    total, more = sum_behind(weight), continued(weight)
+    if more is not None:
+        more.add_product(rows.t(), grad)
+        return more.value
+    if weight_IO.stride(0) != 1:
+        return wide_product(rows.t(), grad, weight_IO.dtype)[:, :n_out]
+    # Stored by columns, as the table of the tied head.
+    if total is not None and total.shape == (n_out, rows.shape[1]):
+        total.add_product(grad.t(), rows)
+        return None
+    return wide_product(grad.t(), rows, weight_IO.dtype)[:n_out].t()
 
 
 class _CastLinearResult(torch.autograd.Function):
@@ -408,10 +431,10 @@ def _(x: Tensor, grad: Tensor, key: Tensor, widths: Sequence[int]) -> list[Tenso
     rows = x.flatten(0, -2).t()
     parts: Sequence[Linear | MergedPart] = _OPERATORS[int(key)].parts()
     gradients = as_rows(grad).flatten(0, -2).split(widths, -1)
-    return [_weight_gradient(part.weight, rows, some) for part, some in zip(parts, gradients)]
+    return [_added_product(part.weight, rows, some) for part, some in zip(parts, gradients)]
 
 
-def _weight_gradient(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _added_product(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     total = continued(weight)
     if total is None:
         return wide_product(a, b, weight.dtype)

@@ -126,8 +126,8 @@ class FSDPUnit:
     def _before_backward(self, _: Tensor) -> None:
         self._in_backward, self._missing = True, set(self.parameters)
         # The last sum of a gradient of the layer after this one may still be on its way.
-        if self.after is not None and self.after.reshards and self.after._in_backward:
-            self.after.reshard()
+        if self.after is not None:
+            self.after.end_backward()
         self.unshard()
         if self.before is not None:
             self.before.prefetch()
@@ -135,7 +135,12 @@ class FSDPUnit:
     def _gradient_done(self, parameter: nn.Parameter) -> None:
         """Frees the parameters when all have gradients: backward has then read their values."""
         self._missing.discard(parameter)
-        if self.reshards and self._in_backward and not self._missing:
+        if not self._missing:
+            self.end_backward()
+
+    def end_backward(self) -> None:
+        """Frees the parameters if the layer runs backward, which has read their values."""
+        if self.reshards and self._in_backward:
             self.reshard()
 
 
@@ -253,6 +258,13 @@ def gathered(model: nn.Module) -> Iterator[None]:
         return
     with gathering.open():
         yield
+
+
+def reshard_layers(model: nn.Module) -> None:
+    """Frees the parameters of layers that have run backward, but lack gradients of weights."""
+    gathering = getattr(model, "gathering", None)
+    for unit in gathering.layers if isinstance(gathering, Gathering) else ():
+        unit.end_backward()
 
 
 def materialized(parameter: nn.Parameter) -> nn.Parameter:

@@ -244,6 +244,12 @@ class GradientSums:
             while self._held:  # so that no pass of another stage waits for them
                 self._held.popleft().scattered()
 
+    def complete(self, parameters: Collection[nn.Parameter]) -> None:
+        """Lets gradients travel that passes before this one have completed; see `backward`."""
+        for parameter in parameters:
+            if parameter in self._bucket_of:
+                self._ready(parameter)
+
     def finish_of(self, parameters: Collection[nn.Parameter]) -> None:
         """Waits for the sums of a unit's gradients; those nearer to the model's end are sent first.
 

@@ -23,13 +23,16 @@ from gridformer.comm.p2p import P2PChannel
 from gridformer.config import LayoutConfig
 from gridformer.mesh import Axes
 from gridformer.models import Activations, Model
+from gridformer.models.blocks.late_gradient import WeightPass, split_backward
+from gridformer.parallel.data.fsdp import reshard_layers
 from gridformer.parallel.data.gradients import GradientSums
 from gridformer.parallel.pipeline.schedules import Action, Itinerary, actions_of, forwards
 from gridformer.parallel.pipeline.stages import LABEL, StageIO, parameters_under, shared_sets
 from gridformer.parallel.pipeline.timeline import OnAction, timed
 from gridformer.utils.batch import Batch, MicroBatch
 
-# For the last backward pass of each stage: the parameters that no later pass of this rank touches.
+# For the last pass of each stage that makes gradients: the parameters that no later pass of this
+# rank touches.
 # The set may be empty (on other sub-grids in D&SP-cSub).
 Completed = dict[Action, set[nn.Parameter]]
 # Called by the last stage with the final hidden states of a micro-batch. In training it returns the
@@ -92,7 +95,8 @@ class Executor:
     def train(self, work: Sequence[MicroBatch], finish: Finish) -> None:
         """Runs the forward and backward passes of a step; gradients accumulate in `.grad`."""
         run = _Run(self, work, finish, training=True)
-        run.go()
+        with split_backward() if run.splits else nullcontext():
+            run.go()
         self.dropped = run.left_out < len(work)
 
     def evaluate(self, work: Sequence[MicroBatch], finish: Finish) -> None:
@@ -147,7 +151,7 @@ class Executor:
         ended: set[int] = set()
         completed = {}
         for action in reversed(itinerary.actions):
-            if action.kind == "backward" and action.stage not in ended:
+            if action.kind != "forward" and action.stage not in ended:
                 ended.add(action.stage)
                 completed[action] = left & self.parameters[action.stage]
                 left -= completed[action]
@@ -174,7 +178,9 @@ class _Run:
         self.left_out = len(work)  # micro-batches from this number on are left out
         self.model, self.stage_io = executor.model, executor.stage_io
         self.complete = complete
+        self.splits = any(action.kind == "weight" for action in itinerary.actions)
         self._kept: dict[tuple[int, int], tuple[dict[str, Tensor], list[Any]]] = {}
+        self._left: dict[tuple[int, int], WeightPass] = {}
         self._queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
         self._sender = {a: peer for peer, coming in itinerary.arrivals.items() for a in coming}
         self._coming: dict[Action, tuple[dict[str, Tensor], list[Pending]]] = {}
@@ -185,11 +191,9 @@ class _Run:
         with self.executor.channel.through_host() if loads else nullcontext():
             for peer in () if self.stage_io.absent else self._queues:
                 self._post_receive(peer)
+            does = {"forward": self._forward, "backward": self._backward, "weight": self._weight}
             for action in self.itinerary.actions:
-                if action.kind == "forward":
-                    self._forward(action)
-                else:
-                    self._backward(action)
+                does[action.kind](action)
             for message in [*self._sent]:
                 self._finish_send(message)
         self.executor.note_run(self.training, self.work)
@@ -254,15 +258,33 @@ class _Run:
         leaves, roots = self._kept.pop((action.stage, action.micro))
         with self.executor.timed("backward", action):
             self.model.dropout_rng.at(self.work[action.micro].rows)  # for recomputed blocks
-            completed = self.complete.get(action)  # an empty set counts, too
-            last = completed is not None
-            reached = completed if last else self.executor.parameters[action.stage]
-            with self.executor.sums.backward(last, reached):
+            left = WeightPass()
+            with left.open() if self.splits else self._summing(action)[0]:
                 torch.autograd.backward(roots, grads)
+            if self.splits:
+                self._left[action.stage, action.micro] = left
+                reshard_layers(self.model)
             made = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves.values()]
             del grads, leaves, roots
         if action.stage:
             self._send(action, made)
+
+    def _weight(self, action: Action) -> None:
+        if action.micro >= self.left_out:
+            return
+        with self.executor.timed("weight", action):
+            left = self._left.pop((action.stage, action.micro))
+            summing, reached = self._summing(action)
+            with summing:
+                self.executor.sums.complete(reached - left.parameters)
+                left.run()
+
+    def _summing(self, action: Action) -> tuple[AbstractContextManager[None], set[nn.Parameter]]:
+        """Returns in what a pass makes gradients, and whose gradients it may complete."""
+        completed = self.complete.get(action)  # an empty set counts, too
+        last = completed is not None
+        reached = completed if completed is not None else self.executor.parameters[action.stage]
+        return self.executor.sums.backward(last, reached), reached
 
     # ------------------------------------------------------------------ messages
 

@@ -7,10 +7,13 @@ Stage i is on rank i mod pp, so several stages per rank are interleaved. The sch
                   backward in turn (Narayanan et al. 2019): at most pp micro-batches are in flight
     interleaved   1f1b with several stages per rank: a round of micro-batches through the first
                   stage of the rank, then through the second (Narayanan et al. 2021, section 2.2)
+    zb_h1         1f1b whose backward passes leave the gradients of weights to weight passes: rank i
+                  is i micro-batches late with these, so that pp micro-batches are in flight on each
+                  rank, and they fill the time at the end (Qi et al. 2023, section 2.1)
 
-These are the orders of torch.distributed.pipelining. They are implemented here because torch has
-them inside classes that need process groups and modules, and because the list that torch keeps of
-its 1F1B order counts the micro-batches of the last rank from 1.
+The first three are the orders of torch.distributed.pipelining. They are implemented here because
+torch has them inside classes that need process groups and modules, and because the list that torch
+keeps of its 1F1B order counts the micro-batches of the last rank from 1.
 """
 
 from __future__ import annotations
@@ -18,15 +21,16 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from gridformer.config import PipelineOrder
 
-Kind = Literal["forward", "backward"]
+Kind = Literal["forward", "backward", "weight"]
+PASSES: tuple[Kind, ...] = get_args(Kind)
 
 
 class Action(NamedTuple):
-    """The forward or backward pass of one micro-batch through one stage."""
+    """The forward, backward or weight pass of one micro-batch through one stage."""
 
     kind: Kind
     stage: int
@@ -40,15 +44,19 @@ def actions_of(pipeline: PipelineOrder, pp: int, k: int, m: int) -> tuple[tuple[
     `interleaved` works in rounds of about pp micro-batches, all of the same size, so m must be a
     multiple of the number of rounds, see `rounds`. The layout's checks ensure this.
     """
-    assert k == 1 or pipeline == "interleaved", "gpipe and 1f1b have one stage a rank"
+    assert k == 1 or pipeline == "interleaved", "the others have one stage a rank"
     assert m % rounds(pp, m) == 0 or pipeline != "interleaved", "layout.check was not called"
     size = m // rounds(pp, m) if k > 1 else m
     ahead = {
         "gpipe": lambda rank: m,
         "1f1b": lambda rank: pp - 1 - rank,
+        "zb_h1": lambda rank: pp - 1 - rank,
         "interleaved": lambda rank: (k - 1) * size + 2 * (pp - 1 - rank),
     }[pipeline]
-    return tuple(_of_rank(rank, min(ahead(rank), k * m), pp, k, m, size) for rank in range(pp))
+    orders = [_of_rank(rank, min(ahead(rank), k * m), pp, k, m, size) for rank in range(pp)]
+    if pipeline == "zb_h1":
+        return tuple(_with_weight_passes(order, rank) for rank, order in enumerate(orders))
+    return tuple(orders)
 
 
 def rounds(pp: int, m: int) -> int:
@@ -75,13 +83,28 @@ def _of_rank(rank: int, ahead: int, pp: int, k: int, m: int, size: int) -> tuple
     return tuple(actions)
 
 
+def _with_weight_passes(order: tuple[Action, ...], late: int) -> tuple[Action, ...]:
+    """Adds a weight pass after each backward pass, for the one that was `late` passes before it."""
+    actions: list[Action] = []
+    left: list[Action] = []
+    for action in order:
+        actions.append(action)
+        if action.kind == "backward":
+            left.append(action._replace(kind="weight"))
+            if len(left) > late:
+                actions.append(left.pop(0))
+    return (*actions, *left)
+
+
 def forwards(orders: tuple[tuple[Action, ...], ...]) -> tuple[tuple[Action, ...], ...]:
-    """Returns the orders without their backward passes, for evaluation."""
+    """Returns the forward passes of the orders, for evaluation."""
     return tuple(tuple(a for a in order if a.kind == "forward") for order in orders)
 
 
 def reading_action(action: Action, n_stages: int) -> Action | None:
-    """Returns the action on another rank that reads the result of `action`; None at the ends."""
+    """Returns the action on another rank that reads the result of `action`; None if none does."""
+    if action.kind == "weight":
+        return None
     there = action.stage + (1 if action.kind == "forward" else -1)
     return Action(action.kind, there, action.micro) if 0 <= there < n_stages else None
 

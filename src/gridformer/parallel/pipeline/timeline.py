@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from gridformer.parallel.pipeline.schedules import PASSES
 from gridformer.utils.tensors import DeviceEvent
 
 
@@ -16,8 +17,7 @@ class Event(NamedTuple):
     """One timed action of a rank.
 
     Attributes:
-        kind: `forward`, `backward`, `send`, `recv` (waiting for a message) or another part of a
-            step.
+        kind: One of `PASSES`, `send`, `recv` (waiting for a message) or another part of a step.
         stage: The stage, or -1 if the action belongs to none.
         micro: The micro-batch, or -1 if the action belongs to none.
         start: Start in seconds of `time.perf_counter`; of work on a GPU, the moment at which it
@@ -85,7 +85,8 @@ class Clock:
 def idle_fraction(ranks: Sequence[Sequence[Event]]) -> float:
     """Returns the idle time of all ranks in a step divided by their compute time.
 
-    With equal stages it is (pp-1)/m for GPipe and 1F1B, and 1/k of that with k stages per rank.
+    With equal stages it is (pp-1)/m for GPipe and 1F1B, 1/k of that with k stages per rank, and a
+    third of it for ZB-H1 if all its passes take equal times.
     This is the pipeline bubble as a fraction of the ideal time (Narayanan et al. 2021, sections
     2.2.1 and 2.2.2).
 
@@ -93,7 +94,7 @@ def idle_fraction(ranks: Sequence[Sequence[Event]]) -> float:
         ranks: The events of one step, for each rank, as `Clock.told` returns them. All clocks must
             agree, as those of processes on one machine do.
     """
-    work = [event for events in ranks for event in events if event.kind in ("forward", "backward")]
+    work = [event for events in ranks for event in events if event.kind in PASSES]
     spans = [event.span for event in work]
     began, ended = min(start for start, _ in spans), max(end for _, end in spans)
     busy = sum(end - start for start, end in spans)

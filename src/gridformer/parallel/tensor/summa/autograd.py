@@ -23,6 +23,7 @@ from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axes
 from gridformer.models.blocks.gradient_sum import GradientSum, continued
+from gridformer.models.blocks.late_gradient import SPLIT, LateGradient, Started
 from gridformer.parallel.tensor.summa.gathered import (
     LABEL,
     Gathered,
@@ -61,7 +62,8 @@ def product_ab(
         ends_block: Whether a block that may be recomputed ends with C.
     """
     operand, sums = Operand(a), weight.deferred(a, b) if weight and weight.is_open else _ALONE
-    how = schedule, weight, sums, keep_input, padded, ends_block
+    late = LateGradient.of(b) if SPLIT.wanted else None
+    how = schedule, weight, sums, keep_input, padded, ends_block, late
     left = sums[1].parameters if sums[1] else ()
     out: Tensor = _AB.apply(a, b, bias, operand, *how, *left)
     if ends_block:
@@ -84,7 +86,9 @@ def product_abt(
     """
     sums = weight.deferred(a, b) if weight and weight.is_open else _ALONE
     left = sums[1].parameters if sums[1] else ()
-    out: Tensor = _ABt.apply(a, b, bias, schedule, weight, sums, ends_block, *left)
+    late = LateGradient.of(b) if SPLIT.wanted else None
+    how = schedule, weight, sums, ends_block, late
+    out: Tensor = _ABt.apply(a, b, bias, *how, *left)
     if ends_block:
         out = Computed.apply(out, lambda: _abt(a, b, bias, schedule, weight))
     return out
@@ -160,6 +164,7 @@ class _AB(torch.autograd.Function):
         keep_input: bool,
         padded: bool,
         ends_block: bool,
+        late: LateGradient | None,
         *_: Tensor,
     ) -> Tensor:
         kept = None
@@ -170,7 +175,7 @@ class _AB(torch.autograd.Function):
         ctx.save_for_backward(a if kept is None else kept.wait())
         # The weight itself has a cast copy, which a recomputed saved tensor lacks.
         ctx.schedule, ctx.gathered_weight, ctx.weight, ctx.bias = schedule, weight, b, bias
-        ctx.sums = sums
+        ctx.sums, ctx.late = sums, late
         if ends_block:
             return b.new_empty((), dtype=a.dtype).expand(schedule.shape_of_ab(a, b.shape[1]))
         return _ab(operand, b, bias, schedule, weight, padded)
@@ -180,6 +185,8 @@ class _AB(torch.autograd.Function):
         (a,), b, schedule = ctx.saved_tensors, ctx.weight, ctx.schedule.in_backward
         wants_a, wants_b = ctx.needs_input_grad[:2]
         grad, operand = Operand(grads[0]), Operand(a, Pending(a) if ctx.whole else None)
+        if wants_b and ctx.late is not None:
+            wants_b = not _left(ctx, schedule, a, grads[0], ctx.whole)
         padded, ahead = grads[0].shape[-1] > b.shape[1], ctx.gathered_weight
         weight = ahead.operand(b, a.dtype, padded) if ahead else weight_operand(b, a.dtype, padded)
         schedule.start(operand if wants_b else None, weight if wants_a else None)
@@ -196,8 +203,8 @@ class _AB(torch.autograd.Function):
             grad_weight = _weight_gradient(ctx, schedule.atb(operand, grad, into), into)
         grad_bias = _bias_gradient(ctx, grads[0])
         grad_a = None if grad_a is None else grad_a.wait().to(a.dtype)
-        left = ctx.sums[1].gradients(ctx.needs_input_grad[10:]) if ctx.sums[1] else ()
-        return grad_a, grad_weight, grad_bias, *[None] * 7, *left
+        left = ctx.sums[1].gradients(ctx.needs_input_grad[11:]) if ctx.sums[1] else ()
+        return grad_a, grad_weight, grad_bias, *[None] * 8, *left
 
 
 def _ab(
@@ -267,11 +274,12 @@ class _ABt(torch.autograd.Function):
         weight: GatheredWeight | None,
         sums: Sums,
         ends_block: bool,
+        late: LateGradient | None,
         *_: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(a)
         ctx.schedule, ctx.gathered_weight, ctx.weight, ctx.bias = schedule, weight, b, bias
-        ctx.sums = sums
+        ctx.sums, ctx.late = sums, late
         if ends_block:
             device = torch.device("meta") if schedule.sums_elsewhere else a.device
             return a.new_empty((), device=device).expand(schedule.shape_of_abt(a, b.shape[0]))
@@ -284,6 +292,8 @@ class _ABt(torch.autograd.Function):
         if ahead := ctx.gathered_weight:
             schedule = schedule.in_backward if ahead.late else schedule
         grad, operand = Operand(grads[0]), Operand(a)
+        if wants_b and ctx.late is not None:
+            wants_b = not _left(ctx, schedule, grads[0], a)
         weight = ahead.operand(b, a.dtype) if ahead else weight_operand(b, a.dtype)
         schedule.start(grad, weight if wants_a else None)
         if ahead:
@@ -308,8 +318,8 @@ class _ABt(torch.autograd.Function):
         grad_weight = _weight_gradient(ctx, grad_b, into)
         del grad_b
         grad_a = None if grad_a is None else grad_a.to(a.dtype)
-        left = ctx.sums[1].gradients(ctx.needs_input_grad[7:]) if ctx.sums[1] else ()
-        return grad_a, grad_weight, grad_bias, *[None] * 4, *left
+        left = ctx.sums[1].gradients(ctx.needs_input_grad[8:]) if ctx.sums[1] else ()
+        return grad_a, grad_weight, grad_bias, *[None] * 5, *left
 
 
 def _abt(
@@ -376,10 +386,31 @@ def _continued(ctx: Any, dtype: torch.dtype) -> GradientSum | None:
 
     Autograd adds a gradient that was summed over devices just as well, unless it must be cast.
     """
-    if ctx.sums[0] is not None and not ctx.schedule.adds_gradients:
-        return None
-    adds = ctx.schedule.adds_gradients or dtype != ctx.weight.dtype
-    return continued(ctx.weight) if adds else None
+    return continued(ctx.weight) if _adds(ctx, dtype) else None
+
+
+def _adds(ctx: Any, dtype: torch.dtype) -> bool:
+    """Returns whether a product may add a gradient itself; see `_continued`."""
+    adds: bool = ctx.schedule.adds_gradients
+    return adds or (ctx.sums[0] is None and dtype != ctx.weight.dtype)
+
+
+def _left(ctx: Any, schedule: Schedule, a: Tensor, b: Tensor, whole: bool = False) -> bool:
+    """Leaves the product Aᵀ B, a weight's gradient, to a weight pass, if one is open.
+
+    `whole` says whether A is gathered.
+    """
+    late: LateGradient = ctx.late
+    a, b, weight, adds = a.detach(), b.detach(), ctx.weight, _adds(ctx, a.dtype)
+
+    def start() -> Started:
+        into = continued(weight) if adds else None
+        pending = schedule.atb(Operand(a, Pending(a) if whole else None), Operand(b), into)
+        if schedule.adds_gradients:  # it is not summed over rows
+            return _added(weight, pending, into)
+        return lambda: _added(weight, pending, into)
+
+    return late.leave(start)
 
 
 def _multiplied_late(ctx: Any, whole: Operand, a: Operand, b: Operand, dtype: torch.dtype) -> bool:
@@ -395,15 +426,18 @@ def _multiplied_late(ctx: Any, whole: Operand, a: Operand, b: Operand, dtype: to
 
 
 def _weight_gradient(ctx: Any, gradient: Pending | None, into: GradientSum | None) -> Tensor | None:
-    """Waits for a weight's gradient, and adds it to that of earlier micro-batches.
-
-    The gradient may have more columns than the weight. A product may have added it already. The
-    result is None if the gradient is left to the product before.
-    """
+    """Returns what `_added` returns; None if the gradient is left to the product before."""
     later: DeferredSum | None = ctx.sums[0]
     if gradient is None or (later is not None and later.give(gradient)):
         return None
-    weight: Tensor = ctx.weight
+    return _added(ctx.weight, gradient, into)
+
+
+def _added(weight: Tensor, gradient: Pending, into: GradientSum | None) -> Tensor:
+    """Waits for a weight's gradient, and adds it to that of earlier micro-batches.
+
+    The gradient may have more columns than the weight. A product may have added it already.
+    """
     if into is not None and into.begun:
         gradient.wait()
         return into.value

@@ -15,6 +15,7 @@ and Poulson 2016 call it stationary A or B; Pope et al. 2022 generate text with 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from gridformer.mesh import Axis
 from gridformer.models.blocks.cast import cast
 from gridformer.models.blocks.gradient_sum import continued
+from gridformer.models.blocks.late_gradient import SPLIT, LateGradient
 from gridformer.parallel.tensor.summa.autograd import Computed
 from gridformer.parallel.tensor.summa.gathered import (
     OneHot,
@@ -85,6 +87,10 @@ class Ends:
     leave: Replicated
     parts: WeightParts | None = None
 
+    def of_product(self, grad: Tensor) -> Tensor:
+        """Returns the gradient of x W, given that of the output, gathered."""
+        return grad if self.parts is None else self.parts.by_parts(grad)
+
     def multiplied(self, whole: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the output for a gathered input [.., K]."""
         y = times(whole, weight_operand(weight, whole.dtype).local)
@@ -115,7 +121,9 @@ def weight_stationary(
     if keep_input:
         gathered = ends.enter.gather(gathered).wait()
     # Recomputation stops at the last tensor that is saved here: a block's last product is skipped.
-    place = _Saved.apply(x, weight, bias, ends, gathered if keep_input else None)
+    kept = gathered if keep_input else None
+    late = LateGradient.of(weight) if SPLIT.wanted else None
+    place = _Saved.apply(x, weight, bias, ends, kept, late)
     if not keep_input:
         gathered = ends.enter.gather(gathered).wait()
     out: Tensor = Computed.apply(place, lambda: ends.multiplied(gathered, weight, bias))
@@ -133,8 +141,10 @@ class _Saved(torch.autograd.Function):
         bias: Tensor | None,
         ends: Ends,
         gathered: Tensor | None,
+        late: LateGradient | None,
     ) -> Tensor:
         ctx.save_for_backward(x if gathered is None else gathered)
+        ctx.late = late
         # The weight itself has a cast copy, which a recomputed saved tensor lacks.
         ctx.ends, ctx.weight, ctx.bias, ctx.kept = ends, weight, bias, gathered is not None
         parts, shape = ends.parts, ends.enter.full(x.shape)
@@ -146,29 +156,42 @@ class _Saved(torch.autograd.Function):
         (x,), weight, ends = ctx.saved_tensors, ctx.weight, ctx.ends
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         arriving = ends.leave.gather(grads[0])
+        late: LateGradient | None = ctx.late
+        if wants_weight and late is not None:
+            parts = x.detach(), grads[0]
+            wants_weight = not late.leave(partial(_from_parts, weight, *parts, ends, ctx.kept))
         again = ends.enter.gather(x) if wants_weight and not ctx.kept else None
-        grad = arriving.wait()
-        grad = grad if ends.parts is None else ends.parts.by_parts(grad)
+        grad = ends.of_product(arriving.wait())
         leaving = None
         if wants_x:
             local = weight_operand(weight, x.dtype).local
             leaving = ends.enter.reduce_scatter(times(grad, local.t()))
         grad_weight = grad_bias = None
         if wants_weight:
-            rows = (x if again is None else again.wait()).flatten(0, -2).t()
-            into = continued(weight)
-            if into is not None:
-                into.add_product(rows, grad.flatten(0, -2))
-                grad_weight = into.value
-            else:
-                grad_weight = (rows @ grad.flatten(0, -2)).to(weight.dtype)
+            grad_weight = _weight_gradient(weight, x if again is None else again.wait(), grad)
         if ctx.bias is not None:
             own = grads[0] if ends.parts is None else grad
             grad_bias = own.flatten(0, -2).sum(0).to(ctx.bias.dtype)
             if ends.parts is not None and ends.parts.rows.index:
                 grad_bias.zero_()
         grad_x = None if leaving is None else leaving.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _weight_gradient(weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
+    """Returns the gradient of a weight, added to that of earlier micro-batches if possible."""
+    rows, into = x.flatten(0, -2).t(), continued(weight)
+    if into is None:
+        return (rows @ grad.flatten(0, -2)).to(weight.dtype)
+    into.add_product(rows, grad.flatten(0, -2))
+    return into.value
+
+
+def _from_parts(weight: Tensor, x: Tensor, grad: Tensor, ends: Ends, kept: bool) -> Tensor:
+    """Gathers both factors of the gradient of a weight, unless x is `kept`, and returns it."""
+    arriving, again = ends.leave.gather(grad), None if kept else ends.enter.gather(x)
+    whole = ends.of_product(arriving.wait())
+    return _weight_gradient(weight, x if again is None else again.wait(), whole)
 
 
 def stationary_lookup(tokens: Tensor, table: Tensor, first: int, boundary: Replicated) -> Tensor:

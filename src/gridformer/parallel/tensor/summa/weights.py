@@ -18,6 +18,7 @@ from gridformer.mesh import Axis
 from gridformer.models import blocks
 from gridformer.models.blocks.cast import cast, padded_columns
 from gridformer.models.blocks.gradient_sum import added_gradient
+from gridformer.models.blocks.late_gradient import SPLIT
 from gridformer.parallel.data.fsdp import gathered
 from gridformer.parallel.tensor.summa.gathered import LABEL, Operand, weight_operand
 from gridformer.utils.torch_private import in_backward
@@ -148,7 +149,7 @@ class GatheredWeight:
 
     def deferred(self, a: Tensor, b: Tensor) -> tuple[DeferredSum | None, DeferredSum | None]:
         """Returns whom a product of a and b leaves its sum to, and the sum that is left to it."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or SPLIT.wanted:
             return None, None
         mine, self._deferred = self._deferred, None
         # A product whose operands need no gradient has no backward pass.
