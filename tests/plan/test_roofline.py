@@ -79,6 +79,23 @@ def test_a_step_takes_about_as_long_as_its_trace_says(name: str) -> None:
     assert estimate(run, there).step_s == pytest.approx(wanted, rel=0.2)
 
 
+@pytest.mark.parametrize("name", ["GPT-2, FSDP", "GPT-2, Optimus", "Llama, ZeRO-1"])
+def test_what_muon_costs_besides_counts(name: str) -> None:
+    machine, model, layout = CASES[name]
+    there = load_cluster(machine)
+    found = []
+    for seconds in (
+        lambda run: predict(run, there, memory=False).step_s,
+        lambda run: estimate(run, there).step_s,
+    ):
+        runs = [
+            run_of(model, layout, global_batch=128, optimizer=name) for name in ("adamw", "muon")
+        ]
+        adamw, muon = map(seconds, runs)
+        found.append(muon - adamw)
+    assert found[1] / found[0] == pytest.approx(1.0, abs=0.5)
+
+
 @pytest.mark.parametrize("mode", ["replicate", "zero1", "fsdp"])
 def test_messages_of_many_replicas_count_one_by_one(mode: str) -> None:
     """Over 256 replicas their latency counts: in one message they would be four times too fast."""

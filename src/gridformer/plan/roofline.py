@@ -43,7 +43,7 @@ _COMPILED_LOGITS = 2  # where the loss is compiled
 _JOINED, _LAUNCHED = 0.5, 0.3
 _FUSED_LOGITS = 3  # of gridformer's kernels, in their own type
 _UPDATE, _MOMENTS = 32, 16  # bytes of a parameter: that its update moves, and that a host may have
-_TURNS = 5  # of Muon's iteration
+_TURNS, _COPIES = 5, 2.5  # of Muon's iteration, and of what devices gather in each turn
 # Kernels that move little: of a step, of a parameter once a step, and of a chunk of the loss.
 _STEP, _PARAMETER, _CHUNK = 70, {"replicate": 1, "zero1": 4, "fsdp": 3}, (15, 30)
 
@@ -194,12 +194,13 @@ class _Step:
                     shape = math.ceil(k / rows), math.ceil(m), inner
                     load.products += times * self.costs.product_s(*shape, dtype, item, together)
                 moved = (k * n / cols, k * k / cols), (*[k * k / rows] * 3,)
-                load.memory += _TURNS * mine * self.costs.moved_s(item * sum(map(sum, moved)))
+                n_bytes = _COPIES * item * sum(map(sum, moved))
+                load.memory += _TURNS * mine * self.costs.moved_s(n_bytes)
                 for axis, elements in ((axis, x) for axis, each in zip(axes, moved) for x in each):
                     n_bytes = elements * item * together
                     message = self.times.message("all_gather", n_bytes, axis)
                     load.exposed[axis] += times * message.seconds * (not choice.common)
-                load.launches += times * 8
+                load.launches += times * (4 + 8 * (rows * cols > 1))
 
     # ------------------------------------------------------------------ parts of a model
 
