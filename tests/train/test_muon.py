@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from gridformer.config import LayoutConfig, ModelConfig, TrainConfig, parse_run
 from gridformer.mesh import Axes, Axis
+from gridformer.models.blocks import Layer
 from gridformer.parallel import build_parallel
 from gridformer.train.muon import Muon, muon_matrices, orthogonalized
 from gridformer.train.step import Stepper
@@ -133,6 +134,17 @@ def test_matrices_of_layers_are_updated_and_no_table_vector_or_head(name: str) -
         assert width == (2 if opens else 0), words
     left = [p for p in model.parameters() if p not in matrices and p.dim() > 1]
     assert not any("layers" in named[id(parameter)] for parameter in left)
+
+
+class WithTable(Layer):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.table, self.product = nn.Embedding(3, 4), nn.Linear(4, 4)
+
+
+def test_a_table_in_a_layer_of_another_network_is_adamws() -> None:
+    layer = WithTable()
+    assert [*muon_matrices(nn.ModuleList([layer]), False)] == [layer.product.weight]
 
 
 def test_moments_in_bfloat16_take_half_the_memory_and_train_as_well() -> None:

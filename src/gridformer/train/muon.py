@@ -28,7 +28,6 @@ from gridformer.comm import irregular
 from gridformer.config import TrainConfig
 from gridformer.mesh import Axes, Axis
 from gridformer.models.blocks import Attention, CrossAttention, Layer
-from gridformer.models.blocks.scores import RelativeBias
 from gridformer.parallel.data.zero import FlatBucket, own_part, replica_part
 from gridformer.parallel.sharding import info_of
 from gridformer.utils.tensors import loop
@@ -48,7 +47,7 @@ def muon_matrices(model: nn.Module, by_head: bool) -> dict[nn.Parameter, int]:
     """
     tables, heads = set[nn.Parameter](), dict[nn.Parameter, int]()
     for module in model.modules():
-        if isinstance(module, nn.Embedding | RelativeBias):
+        if isinstance(module, nn.Embedding):
             tables.update(module.parameters())
         if by_head and isinstance(module, Attention | CrossAttention):
             opens = [one for name, one in module.named_children() if name in ("qkv", "q", "kv")]
@@ -133,7 +132,6 @@ class _Matrix:
         self.replicas = axes[info.shard.replicas or ""] if shared else Axis("replicas")
         cut = info.cut or (None,) * parameter.dim()
         self.rows, self.columns = (axes[name] if name else Axis("whole") for name in cut[-2:])
-        self.turned = info.shard.transposed and not width
         *_, k, n = info.shard.size
         self.size = k, width or n
         if width:
@@ -158,7 +156,7 @@ class _Matrix:
 
     def stacked(self, blocks: Sequence[Tensor]) -> Tensor:
         """Returns this device's blocks of matrices like this one as one tensor [n, ..]."""
-        several = torch.stack([block.t() if self.turned else block for block in blocks])
+        several = torch.stack([*blocks])
         if self.width:
             several = several.unflatten(2, (-1, self.width)).transpose(1, 2)
         return several.flatten(0, -3)
@@ -170,12 +168,11 @@ class _Matrix:
             several = several.transpose(1, 2).flatten(2)
         elif self.parameter.dim() == 2:
             several = several.squeeze(1)
-        return [block.t() if self.turned else block for block in several.unbind()]
+        return [*several.unbind()]
 
     def orthogonalized(self, blocks: Sequence[Tensor]) -> Tensor:
         """Orthogonalizes matrices like this one; all devices with blocks of them call it."""
-        axes = (self.columns, self.rows) if self.turned else (self.rows, self.columns)
-        return orthogonalized(self.stacked(blocks), *axes)
+        return orthogonalized(self.stacked(blocks), self.rows, self.columns)
 
 
 def _orthogonalized(
