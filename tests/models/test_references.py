@@ -222,6 +222,25 @@ def test_padding_beyond_a_window_gives_numbers() -> None:
     assert seen[3] == [False, False, False, True]
 
 
+def test_a_part_of_the_queries_sees_what_the_whole_sees() -> None:
+    """Rows over the sequence give the first queries few keys, which a window may not divide.
+
+    Padded queries see the same as on one device, since a loss of balance counts them, too.
+    """
+    valid = torch.tensor([[True, False, False, False, False, False]])[:, None, None, :]
+
+    def seen(queries: int) -> Tensor:
+        window = Window(3, queries, valid.device)
+        mask = added_to_scores(
+            queries, torch.float64, valid[..., :queries], causal=True, window=window
+        )
+        assert isinstance(mask, Tensor)
+        return mask[0, 0]
+
+    for queries in (1, 2, 3, 5):
+        assert torch.equal(seen(queries), seen(6)[:queries, :queries])
+
+
 # --------------------------------------------------------------------------- BERT
 
 

@@ -290,8 +290,8 @@ def added_to_scores(
         alone in long sequences. None without `mask`, `bias_NST` and `documents` if no window hides
         a key: attention applies causality by itself.
     """
-    if window is not None and window.size >= window.keys:
-        window = None
+    if window is not None and mask is None and window.size >= window.keys:
+        window = None  # with padding it decides what padded queries see, see below
     which = bias_NST if mask is None else mask
     if which is not None:
         seen, device = which.shape[-1], which.device
