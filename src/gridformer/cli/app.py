@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Annotated, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -24,13 +25,17 @@ from gridformer.cli.predict import check, memory, predict
 from gridformer.cli.prepare import prepare
 from gridformer.cli.prove import prove
 from gridformer.cli.report import health, report, verify
+from gridformer.cli.schema import schema
 from gridformer.cli.train import train
 from gridformer.cli.trained import evaluate, generate
 from gridformer.utils.process import let_threads_sleep, use_expandable_segments
 
+# Short words for values leave the width of a terminal to the help; errors name bounds.
+_VALUES: dict[object, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: " "}
 
-def add(function: Callable[..., None]) -> None:
-    """Adds a command, whose help and whose options' help are in its docstring.
+
+def add(function: Callable[..., None], group: str) -> None:
+    """Adds a command to a group. Its help and that of its options are in its docstring.
 
     An entry of `Args:` describes an option `--name` unless the annotation says otherwise.
     Paragraphs become one line each, which a terminal of any width breaks.
@@ -47,8 +52,20 @@ def add(function: Callable[..., None]) -> None:
         if isinstance(info, OptionInfo) and info.default is ...:
             info.param_decls = (f"--{name.strip('_').replace('_', '-')}",)
         hints[name] = Annotated[kind, info]
+    for hint in hints.values():
+        for info in getattr(hint, "__metadata__", ()):
+            if isinstance(info, OptionInfo) and info.metavar is None:
+                info.metavar = _VALUES.get(_innermost(hint))
     described.__annotations__ = hints
-    app.command(function.__name__.rstrip("_"), help=text)(check_arguments(function))
+    name = function.__name__.rstrip("_")
+    app.command(name, help=text, rich_help_panel=group)(check_arguments(function))
+
+
+def _innermost(kind: Any) -> Any:
+    """Returns the first type inside of unions and lists: `str` of `list[str] | None`."""
+    while get_args(kind) and get_origin(kind) is not Literal:
+        kind = get_args(kind)[0]
+    return kind
 
 
 def _one_line(text: str) -> str:
@@ -72,11 +89,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
-    *(demo, prepare, train, generate, import_, export, average, evaluate, report),
-    *(layouts, memory, check, prove, predict, plan, launch, calibrate, doctor, health, verify),
-):
-    add(command)
+_GROUPS = {
+    "Train and data": (demo, prepare, train, evaluate, generate, report),
+    "Weights": (import_, export, average),
+    "Before you launch": (plan, layouts, memory, check, predict, prove, calibrate),
+    "Operate": (launch, health, verify, doctor, schema),
+}
+for group, commands in _GROUPS.items():
+    for command in commands:
+        add(command, group)
 
 
 def _show_version(wanted: bool) -> None:

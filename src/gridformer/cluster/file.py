@@ -17,6 +17,7 @@ from pydantic.functional_validators import AfterValidator
 from gridformer.cluster.tables import Tables
 from gridformer.config.base import closest
 from gridformer.config.reading import configs_dir, read_yaml
+from gridformer.config.schema import DIALECT
 from gridformer.utils.errors import ConfigError
 
 # The numbers that may be fitted, at most four of them in a file, and the values that count where a
@@ -35,7 +36,9 @@ LOCAL = "local"  # the file that `gridformer calibrate` writes into the current 
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Figure(_Part):
@@ -55,57 +58,71 @@ Rate = Annotated[Figure, AfterValidator(_above_zero)]
 
 
 class Device(_Part):
-    """A device: one GPU, or one process on a CPU.
-
-    `fused_attention: false` describes software from before 2022, whose attention is two products,
-    and passes over the scores between them. `tf32` are float32 tensors multiplied as TF32.
-    """
+    """A device: one GPU, or one process on a CPU."""
 
     name: str
     kind: Literal["cuda", "cpu"]
-    n_processors: Rate  # multiprocessors of a GPU, over which the tiles of products are distributed
+    n_processors: Rate
+    """The multiprocessors of a GPU, over which the tiles of products are distributed."""
     memory_gib: Figure
-    reserved_gib: Figure  # the part that the driver, CUDA's context and NCCL take
-    peak_tflops: dict[str, Rate] = Field(min_length=1)  # of dense products by data type
+    """The memory of the device in GiB."""
+    reserved_gib: Figure
+    """The part that the driver, CUDA's context and NCCL take."""
+    peak_tflops: dict[str, Rate] = Field(min_length=1)
+    """The peak TFLOP/s of dense products by data type. tf32 multiplies float32 tensors as TF32."""
     memory_gbps: Rate
-    fused_attention: bool = True  # one kernel that keeps no scores
+    """The bandwidth of the device's memory in GB/s."""
+    fused_attention: bool = True
+    """Whether attention is one kernel that keeps no scores. false describes software from before
+    2022, whose attention is two products, and passes over the scores between them."""
 
 
 class Level(_Part):
-    """A level of the network. Levels are listed from the inside out: node, rack, ...
-
-    `shared_by` is 1 where each device has a link of its own. A node with 8 devices and 4 network
-    cards has 2.
-    """
+    """A level of the network. Levels are listed from the inside out: node, rack, ..."""
 
     name: str
-    size: int = Field(ge=1)  # devices in one unit of this level, for example in one node
-    bandwidth_gbps: Rate  # in one direction of one link that attaches devices to this level
-    latency_us: Figure  # of one hop of a message
-    shared_by: int = Field(default=1, ge=1)  # the neighboring devices that share one such link
-    source: str = "not stated"  # of size and shared_by
+    size: int = Field(ge=1)
+    """The number of devices in one unit of this level, for example in one node."""
+    bandwidth_gbps: Rate
+    """GB/s in one direction of one link that attaches devices to this level."""
+    latency_us: Figure
+    """The latency of one hop of a message in microseconds."""
+    shared_by: int = Field(default=1, ge=1)
+    """The number of neighboring devices that share one such link: 1 where each has its own, 2 for a
+    node with 8 devices and 4 network cards."""
+    source: str = "not stated"
+    """Where size and shared_by come from."""
 
 
 class Host(_Part):
     """The processor that launches kernels and messages."""
 
-    launch_us: Figure  # for one kernel of PyTorch
-    step_us: Figure  # of a training step, that depends on no kernel
-    message_us: Figure  # before the first byte of a message travels
-    cores: Rate | None = None  # which the processes of a run on a CPU share
-    link_gbps: Rate | None = None  # in one direction between the host and one GPU
+    launch_us: Figure
+    """Microseconds that the host takes to launch one kernel of PyTorch."""
+    step_us: Figure
+    """Microseconds of a training step that depend on no kernel."""
+    message_us: Figure
+    """Microseconds before the first byte of a message travels."""
+    cores: Rate | None = None
+    """The cores that the processes of a run on a CPU share."""
+    link_gbps: Rate | None = None
+    """GB/s in one direction between the host and one GPU."""
 
 
 class Fitted(_Part):
     """A number that was fitted to measurements of whole training steps."""
 
     value: float = Field(ge=0)
-    source: str  # the command that fitted it
-    data: str  # the measurements
-    identified: bool  # whether they determine it
-    note: str = ""  # a caution for uses that the measurements do not cover
-    # The most nodes of a measurement, if the number depends on nodes: predictions for more say so.
+    source: str
+    """The command that fitted it."""
+    data: str
+    """The measurements that it was fitted to."""
+    identified: bool
+    """Whether the measurements determine it."""
+    note: str = ""
+    """A caution for uses that the measurements do not cover."""
     up_to_nodes: int | None = Field(default=None, ge=1)
+    """The most nodes of a measurement, if the number depends on them: predictions beyond say so."""
 
 
 class Cluster(_Part):
@@ -199,6 +216,13 @@ class Cluster(_Part):
     def number(self, name: str) -> float:
         """Returns a fitted number, or what is assumed for any machine if the file has none."""
         return self.fitted[name].value if name in self.fitted else FITTED[name]
+
+
+def cluster_schema() -> dict[str, Any]:
+    """Returns the JSON schema of what `load_cluster` reads; the name is that of the file."""
+    schema = Cluster.model_json_schema()
+    schema["required"].remove("name")
+    return {"$schema": DIALECT, **schema, "title": "A cluster file of gridformer"}
 
 
 def cluster_names() -> list[str]:
