@@ -21,7 +21,7 @@ from pathlib import Path
 from gridformer.cluster.file import load_cluster
 from gridformer.config import parse_run
 from gridformer.plan.predict import predict
-from gridformer.plan.search import PlannedLayout, Search, fastest_dtype, sharding
+from gridformer.plan.search import PlannedLayout, Search, sharding
 from gridformer.plan.trace_candidates import Tracing
 
 CLOSE = 0.01  # what differs by less counts as equally fast
@@ -94,7 +94,7 @@ def cell_of(place: Place) -> Cell:
     """Returns the fastest layout of each kind that fits, fastest first."""
     cluster = load_cluster(place.cluster)
     settings = [
-        f"train.dtype={fastest_dtype(cluster)}",
+        f"train.dtype={cluster.fastest_dtype}",
         f"train.global_batch={place.sequences}",
         f"data.seq_len={place.seq_len}",
         "train.compile=false",
@@ -234,7 +234,7 @@ def main(path: Path, picture: Path | None, words: Sequence[str]) -> None:
     cells = cells_of(wanted, path)
     figures = []
     for (cluster, model), some in groupby(cells, lambda place: (place.cluster, place.model)):
-        title = f"{model} on {cluster}, {fastest_dtype(load_cluster(cluster))}"
+        title = f"{model} on {cluster}, {load_cluster(cluster).fastest_dtype}"
         figures.append((title, {place: cells[place] for place in some}))
     print(wins(cells.values()))
     for title, one in figures:

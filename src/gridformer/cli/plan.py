@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gridformer.cli.shared import AsJson, Routing, state_routing
+from gridformer.cli.shared import AsJson, Routing, in_fastest_dtype, state_routing
 from gridformer.utils.errors import ConfigError, UserError, require
 from gridformer.utils.files import check_output
 from gridformer.utils.process import last_work, processor_s
@@ -233,14 +233,13 @@ def _run(
     """Returns the run to plan: of a run file with its settings, or of a model with defaults."""
     from gridformer.config import model_names
     from gridformer.launch.plan import read_run_without_data
-    from gridformer.plan.search import default_batch, fastest_dtype
+    from gridformer.plan.search import default_batch
 
     if devices > machine.size:
         raise UserError(f"--devices {devices}: {machine.name} has at most {machine.size} devices")
     names_model = model in model_names() and not Path(model).is_file()
     keys = {override.partition("=")[0] for override in overrides}
-    if names_model and "train.dtype" not in keys:
-        overrides = [*overrides, f"train.dtype={fastest_dtype(machine)}"]
+    overrides = in_fastest_dtype(model, overrides, machine)
     run = read_run_without_data(model, overrides, notes.append)
     if not batch and names_model and "train.global_batch" not in keys:
         batch = default_batch(run, devices)

@@ -14,6 +14,7 @@ from gridformer.cli.shared import (
     Routing,
     RunFile,
     Seconds,
+    in_fastest_dtype,
     state_routing,
     time_limit,
     waiting,
@@ -169,7 +170,8 @@ def predict(
 
     This runs the real code of one optimizer step for the ranks that differ, on
     fake tensors, and replays its kernels and messages with the times that the
-    cluster file gives them. It needs neither the devices nor the data.
+    cluster file gives them. It needs neither the devices nor the data. A shipped model
+    without a run file is predicted in the type in which the devices are fastest.
 
     [bold]Examples:[/bold]
 
@@ -198,7 +200,8 @@ def predict(
         check_output("--trace", trace, [run, cluster_path(cluster) or cluster])
     machine = load_cluster(cluster)
     notes: list[str] = []
-    checked = read_run_without_data(run, overrides or [], notes.append)
+    settings = in_fastest_dtype(run, overrides, machine)
+    checked = read_run_without_data(run, settings, notes.append)
     state_routing(routing)
 
     from gridformer.plan.predict import predict as predicted

@@ -209,6 +209,15 @@ class Cluster(_Part):
         return whole / self.processes if self.device.kind == "cpu" else whole
 
     @property
+    def fastest_dtype(self) -> str:
+        """The type in which a device multiplies fastest; bfloat16 before float16."""
+        peaks = self.device.peak_tflops
+        half = [name for name in ("bfloat16", "float16") if name in peaks]
+        best = max(half, key=lambda name: peaks[name].value, default="float32")
+        single = peaks.get("float32")
+        return best if half and (not single or peaks[best].value > single.value) else "float32"
+
+    @property
     def link_gbps(self) -> float:
         """GB/s in one direction between the host and a GPU; by default of PCI Express 3.0 x16."""
         return self.host.link_gbps.value if self.host.link_gbps else LINK_GBPS

@@ -341,12 +341,3 @@ def default_batch(run: RunConfig, n_devices: int) -> int:
     while batch * run.seq_len < STEP_TOKENS:
         batch *= 2
     return max(batch, n_devices)
-
-
-def fastest_dtype(cluster: Cluster) -> str:
-    """Returns the type in which a device multiplies fastest; bfloat16 before float16."""
-    peaks = cluster.device.peak_tflops
-    half = [name for name in ("bfloat16", "float16") if name in peaks]
-    best = max(half, key=lambda name: peaks[name].value, default="float32")
-    single = peaks.get("float32")
-    return best if half and (not single or peaks[best].value > single.value) else "float32"

@@ -42,7 +42,9 @@ def print_prediction(
     """Prints how long a step takes, where the time goes, what limits it, and the warnings."""
     n, step_s = run.layout.n_processes, prediction.step_s
     devices = "one device" if n == 1 else f"{n} devices"
-    console.print(f"{describe_layout(run.layout)} on {devices} of {cluster.name}")
+    console.print(
+        f"{describe_layout(run.layout)} on {devices} of {cluster.name}, in {run.train.dtype}"
+    )
     tokens = run.train.global_batch * run.seq_len / step_s if step_s else 0.0
     console.print(
         f"A step takes {_time(step_s)}: forward {_time(prediction.forward_s)}, backward "
