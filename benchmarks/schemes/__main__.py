@@ -22,7 +22,8 @@ import typer
 from benchmarks.common.machine import describe_machine
 from benchmarks.schemes import results
 from benchmarks.schemes.cases import PROCESSES, SIZES, Case
-from benchmarks.schemes.report import REFERENCE, report
+from benchmarks.schemes.report import REFERENCE, draw, report
+from gridformer.utils.files import check_output
 
 RECOMPUTATION = {"off": False, "on": True}
 
@@ -49,6 +50,7 @@ def main(
         int | None, typer.Option(min=0, help="Untimed rounds before those (default: 3).")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds a collective may wait.")] = 900.0,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the ratios into a PNG.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, to try the script.")] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Delete earlier results and measure everything again.")
@@ -69,10 +71,15 @@ def main(
         for name in names
         for switch in switches
     ]
+    if plot is not None:
+        check_output("--plot", plot)
     if fresh:
         out.unlink(missing_ok=True)
     _measure(cases, only, rounds, warmups, timeout, out)
-    typer.echo(report(results.read(out).values()), nl=False)
+    groups = results.read(out).values()
+    if plot is not None:
+        draw(groups, plot)
+    typer.echo(report(groups), nl=False)
 
 
 def _measure(

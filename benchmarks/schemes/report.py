@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from statistics import median, quantiles
 
 from benchmarks.schemes.results import Group, Row
 
 REFERENCE = "single"
+# The variants of the figure: of each scheme the one that `auto` or its users would take.
+DRAWN = ("megatron", "megatron-sp", "optimus-broadcast", "optimus-auto", "torch-tp", "fsdp-tp-kept")
+ALIKE = 0.05  # two runs of one variant differ by about this ratio
+_TORCH = ("torch", "fsdp")  # how the names of variants of torch alone begin
 _NOTES = """\
 Each variant runs a stack of N GPT-2 blocks from x [b, s, h] to y [b, s, h], without embedding, head
 or optimizer, in float32 without dropout. All variants start from the same weights, and the run
@@ -33,7 +38,13 @@ def report(groups: Iterable[Group]) -> str:
     ordered = sorted(groups, key=lambda g: (g.processes, _size_order(g), g.recompute))
     if not ordered:
         return "Nothing has been measured yet.\n"
-    parts = ["# Tensor-parallel schemes, per layer", _header(ordered), _NOTES, _headline(ordered)]
+    parts = [
+        "# Tensor-parallel schemes, per layer",
+        _header(ordered),
+        _NOTES,
+        _headline(ordered),
+        conclusion(ordered),
+    ]
     for group in ordered:
         parts += [f"## {group.title}", _subtitle(group), _times(group), _volumes(group)]
         parts.append(_unable(group))
@@ -87,6 +98,62 @@ def _headline(groups: list[Group]) -> str:
             cells.append(f"{median(values):.2f}" if values else "-")
         lines.append(cells)
     return _table(head, lines)
+
+
+def ratios(group: Group) -> dict[str, float]:
+    """Return the median ratio of each variant that several processes run."""
+    found = {row.name: _ratios(group, row) for row in group.rows if row.name != REFERENCE}
+    return {name: median(values) for name, values in found.items() if values}
+
+
+def conclusion(groups: list[Group]) -> str:
+    """Return a sentence for each group of several processes without recomputation: who is first."""
+    lines = []
+    for group in groups:
+        found = ratios(group) if group.processes > 1 and not group.recompute else {}
+        if not found:
+            continue
+        ordered = sorted(found, key=found.__getitem__)
+        best = found[ordered[0]]
+        first = [name for name in ordered if found[name] <= best + ALIKE]
+        are = "are" if first[1:] else "is"
+        to = f" to {found[first[-1]]:.2f}" if first[1:] else ""
+        line = f"- {group.name}, {group.processes} processes: "
+        line += f"{', '.join(first)} {are} the fastest ({best:.2f}{to})"
+        theirs = [name for name in ordered if name.startswith(_TORCH)]
+        ours = [name for name in ordered if not name.startswith(_TORCH)]
+        if theirs and ours:
+            line += f"; torch's best, {theirs[0]}, takes {found[theirs[0]] / found[ours[0]]:.2f} "
+            line += f"times as long as our best, {ours[0]}"
+        lines.append(line + f"; {ordered[-1]} is the slowest ({found[ordered[-1]]:.2f}).")
+    return "\n".join(["**In short**, of what this page measured:\n", *lines]) if lines else ""
+
+
+def draw(groups: Iterable[Group], path: Path) -> None:
+    """Draw the ratios over processes, one panel for each size, without recomputation."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plain = [g for g in groups if g.processes > 1 and not g.recompute and ratios(g)]
+    sizes = list(dict.fromkeys(g.name for g in sorted(plain, key=_size_order)))
+    figure, panels = plt.subplots(1, max(1, len(sizes)), figsize=(10, 4.2), squeeze=False)
+    for panel, name in zip(panels[0], sizes):
+        mine = sorted((g for g in plain if g.name == name), key=lambda g: g.processes)
+        for variant in dict.fromkeys(v for g in mine for v in ratios(g) if v in DRAWN):
+            points = [(g.processes, ratios(g)[variant]) for g in mine if variant in ratios(g)]
+            theirs = variant.startswith(_TORCH)
+            panel.plot(*zip(*points), "--s" if theirs else "-o", label=variant, alpha=0.8)
+        panel.axhline(1.0, color="#888888", linewidth=1)
+        panel.set_xlabel("processes")
+        panel.set_xticks([g.processes for g in mine])
+        panel.set_title(f"{name}: hidden size {mine[0].size['h']}", fontsize=10)
+    panels[0][0].set_ylabel("time of a layer, one process = 1")
+    panels[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def _times(group: Group) -> str:

@@ -97,3 +97,20 @@ def test_report() -> None:
     assert "| megatron | megatron 1x4 | 2 | 1000.0 | 2000.0 | 3000.0 | 2.00 |" in text
     assert "megatron 1x4, s cannot run: s=5 does not divide by 4" in text
     assert "Nothing" in report.report([])
+
+
+def test_conclusion_and_figure(tmp_path: Path) -> None:
+    """Variants within 0.05 of the fastest are not told apart, and torch's best is named."""
+    group = a_group()
+    reference, megatron, unable = group.rows
+    other = replace(megatron, name="optimus-auto", seconds=[[2.0, 4.1]])
+    theirs = replace(megatron, name="torch-tp", seconds=[[3.0, 6.0]])
+    group = replace(group, rows=[reference, theirs, megatron, other, unable])
+    found = report.conclusion([group, replace(group, processes=1)])
+    assert found.splitlines()[2:] == [
+        "- tiny, 4 processes: megatron, optimus-auto are the fastest (2.00 to "
+        "2.03); torch's best, torch-tp, takes 1.50 times as long as our best, megatron; torch-tp "
+        "is the slowest (3.00)."
+    ]
+    report.draw([group], tmp_path / "ratios.png")
+    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
