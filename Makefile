@@ -14,7 +14,7 @@ THREE  := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # would compile the package anew, and each test run would rewrite all asserts.
 suite test-all: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test suite test-all lint style types fmt lock clean help
+.PHONY: demo test suite test-all lint style types fmt lock release clean help
 
 help:
 	@echo "make demo    set up, prepare real text, train a small GPT-2 on a 2x2 grid, sample from it"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-all the same, with the cases that are more of the same and fresh random examples"
 	@echo "             (FUZZ=2000: that number of random models on random layouts); writes docs/results/exactness.md"
 	@echo "make lock    pin the dependencies anew (requirements.lock)"
+	@echo "make release build the wheel and the sdist, and check them in an environment of their own"
 	@echo "make clean   remove the environment, prepared data and runs"
 
 demo: $(VENV)/.ready
@@ -73,6 +74,14 @@ $(VENV)/.ready: pyproject.toml requirements.lock
 lock: $(VENV)/.ready
 	$(BIN)/python -m pip install -qq --upgrade --upgrade-strategy eager torch==$(TORCH) --editable '.[dev]'
 	$(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude triton --exclude gridformer > requirements.lock
+
+release: $(VENV)/.ready
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/python -m pytest tests/cli/test_install.py --built dist
+	@echo "To publish gridformer $$($(BIN)/python -m hatchling version):"
+	@echo "  git tag --annotate v$$($(BIN)/python -m hatchling version) && git push --tags"
+	@echo "  python3 -m pip install twine && python3 -m twine upload dist/*"
 
 clean:
 	rm -rf $(VENV) data runs build dist

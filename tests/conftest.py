@@ -54,6 +54,7 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--built", default="", help="Check the wheel and sdist in there.")
     parser.addoption("--exactness-table", default="", help="Write the exactness matrix there.")
     parser.addoption(
         "--fuzz-cases", type=int, default=200, help="Random cases that `make test-all` tries."
