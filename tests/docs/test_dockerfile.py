@@ -6,6 +6,8 @@ import shlex
 import tomllib
 from pathlib import Path
 
+from packaging.version import Version
+
 from gridformer import __version__
 from gridformer.launch.kubernetes import _TEMPLATE
 
@@ -37,11 +39,23 @@ def test_versions_agree() -> None:
     makefile = re.search(r"^TORCH\s*:=\s*(\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert makefile is not None
     assert re.findall(r"torch==(\S+)", TEXT) == [makefile[1]]
-    assert f"--tag gridformer:{__version__}" in TEXT
+    assert {*re.findall(r"gridformer:(\d[\w.]*)", TEXT)} == {__version__}
     least = re.match(r">=3\.(\d+)", PROJECT["project"]["requires-python"])
     assert least is not None
     (python,) = {*re.findall(r"^FROM python:3\.(\d+)-slim", TEXT, re.MULTILINE)}
     assert int(python) >= int(least[1])
+
+
+def test_an_argument_chooses_the_build_of_torch() -> None:
+    """Pip reads PIP_EXTRA_INDEX_URL where it is set, which the argument does for what follows it."""
+    at_end = instructions()[[name for name, _ in instructions()].index("FROM", 1) :]
+    argument = at_end.index(("ARG", "PIP_EXTRA_INDEX_URL"))
+    (torch,) = (i for i, (_, rest) in enumerate(at_end) if " torch==" in rest)
+    assert argument < torch
+    assert Version("2.13.0+cpu") > Version("2.13.0")  # so pip takes it for torch==2.13.0
+    assert "--build-arg PIP_EXTRA_INDEX_URL=https://" in TEXT
+    (rest,) = (rest for _, rest in at_end if "*.whl" in rest)
+    assert "--constraint /tmp/requirements.lock" in rest
 
 
 def test_it_runs_as_an_ordinary_user_and_knows_no_secret() -> None:
