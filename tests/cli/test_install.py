@@ -115,7 +115,9 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_the_demo_runs_from_an_environment_with_the_wheel(environment: Path, tmp_path: Path) -> None:
+def test_the_demo_runs_from_an_environment_with_the_wheel(
+    environment: Path, tmp_path: Path
+) -> None:
     """Runs outside the checkout, with the shipped model and run file."""
     outside = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
@@ -128,7 +130,9 @@ def test_the_demo_runs_from_an_environment_with_the_wheel(environment: Path, tmp
         return done.stdout
 
     assert said("gridformer", "--version") == f"gridformer {__version__}\n"
-    ask = "import gridformer, importlib.util as u; print(gridformer.__file__, u.find_spec('pytest'))"
+    ask = (
+        "import gridformer, importlib.util as u; print(gridformer.__file__, u.find_spec('pytest'))"
+    )
     where, pytest_there = said("python", "-c", ask).split()
     assert Path(where).is_relative_to(environment)
     assert pytest_there == "None", "the environment has more than the wheel requires"
