@@ -110,8 +110,8 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for top in tops:
             if not (there / top).exists():
                 (there / top).symlink_to(here / top)
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-    subprocess.run([*install, "--no-deps", "--no-index", wheel], check=True)
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*install, "--no-deps", "--no-index", str(wheel)], check=True)
     return made
 
 

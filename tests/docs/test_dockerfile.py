@@ -47,7 +47,7 @@ def test_versions_agree() -> None:
 
 
 def test_an_argument_chooses_the_build_of_torch() -> None:
-    """Pip reads PIP_EXTRA_INDEX_URL where it is set, which the argument does for what follows it."""
+    """Pip reads PIP_EXTRA_INDEX_URL, which an argument sets for the instructions after it."""
     at_end = instructions()[[name for name, _ in instructions()].index("FROM", 1) :]
     argument = at_end.index(("ARG", "PIP_EXTRA_INDEX_URL"))
     (torch,) = (i for i, (_, rest) in enumerate(at_end) if " torch==" in rest)
