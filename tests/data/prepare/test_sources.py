@@ -82,8 +82,13 @@ DUTCH: Files = {
 }
 # The files, the sources, their options, the texts, and the counts of what is left out.
 READ: dict[str, Any] = {
-    "a folder in order": (TREE, ["."], {}, ["ay", "bee", "see"], {}),
-    "suffixes": (TREE, ["."], {"suffixes": [".txt", "xyz"]}, ["bee", "dee"], {}),
+    "a folder in order": (TREE, ["."], {}, ["ay", "bee", "see"],
+        {"files of other kinds (.xyz 1; see --suffix)": 1}),
+    "many kinds": ({"a.txt": "ok", "README": "", "MAKE": "", **{f"b.{n}": "" for n in range(6)}},
+        ["."], {}, ["ok"],
+        {"files of other kinds (no suffix 2, .0 1, .1 1, .2 1, .3 1, ...; see --suffix)": 8}),
+    "suffixes": (TREE, ["."], {"suffixes": [".txt", "xyz"]}, ["bee", "dee"],
+        {"files of other kinds (.md 1, .py 1; see --suffix)": 2}),
     "a pattern": (TREE, ["**/*.[px]y*"], {}, ["see", "dee"], {}),
     "bytes": ({"t.txt": b"\xef\xbb\xbfcaf\xc3\xa9 \xff\r\n"},
         ["t.txt"], {}, ["café \ufffd\r\n"], {f"documents {DAMAGED}t.txt)": 1}),
@@ -105,7 +110,8 @@ READ: dict[str, Any] = {
         ["t.jsonl"], {}, ["a", "\ufffd", "\ufffd"], {f"lines {DAMAGED}t.jsonl, line 2)": 2},
     ),
     "pairs": ({"a.jsonl": lines(*PAIRS)}, ["a.jsonl"], EN_DE, FOUR, NO_PAIR),
-    "only records": ({"a.jsonl": lines(*PAIRS), "a.txt": "x"}, ["."], EN_DE, FOUR, NO_PAIR),
+    "only records": ({"a.jsonl": lines(*PAIRS), "a.txt": "x"}, ["."], EN_DE, FOUR,
+        {**NO_PAIR, "files of other kinds (.txt 1; see --suffix)": 1}),
     "keys inside of keys": ({"a.jsonl": NESTED}, ["a.jsonl"],
         {"pair_keys": ("translation.en", "translation.de")}, FOUR, NO_PAIR),
     "lines of two files": (PARALLEL, ["train.en", "train.de.gz"], {"pair_files": True},
@@ -141,7 +147,7 @@ BAD_LINES = {
 TWO: Files = {"a.en": "x\ny\n", "a.de": "x\ny\nz\n"}
 PARALLEL_FILES: dict[str, Any] = {"pair_files": True}
 REFUSED: list[Any] = [
-    (TREE, ["."], {"suffixes": ["rs"]}, r"no file that ends in \.rs; there are \.txt, .*--suffix"),
+    (TREE, ["."], {"suffixes": ["rs"]}, r"no file that ends in \.rs; there are \.md, .*--suffix"),
     ({}, ["."], {}, "there are no files"),
     ({}, ["wikitext"], {}, r"wikitext: no such .* hf:wikitext"),
     ({}, [], {}, "at least one source"),

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import glob
 import itertools
-import os
 import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gridformer.data.prepare.gettext import PREFIX, catalog_source
@@ -55,8 +55,14 @@ def file_source(
     fields: Fields,
     license: str | None = None,
     label_root: Path | None = None,
+    left_out: Mapping[str, int] = MappingProxyType({}),
 ) -> Source[Any]:
-    """Returns a source of files, whose labels may be the names of the folders below label_root."""
+    """Returns a source of files.
+
+    Args:
+        label_root: Labels are the names of the folders below it.
+        left_out: Counts what was there and is not among the files.
+    """
 
     def of(file: Path, skipped: Counter[str]) -> Iterator[Any]:
         items = file_items(file, fields, skipped)
@@ -67,6 +73,8 @@ def file_source(
 
     def read(skipped: Counter[str], cursor: Cursor) -> Iterator[Any]:
         """Yields the documents from the file with the number cursor.mark on."""
+        if cursor.mark is None:
+            skipped.update(left_out)
         for number in range(cursor.mark or 0, len(files)):
             cursor.reached(number, skipped)
             yield from of(files[number], skipped)
@@ -214,14 +222,18 @@ def open_source(
     if path.is_dir():
         if is_saved(path):
             return saved_source(path, spec, split, fields)
-        walked = files_below(path, suffixes)
+        walked, every = files_below(path, suffixes), files_below(path)
+        taken = {*walked}
+        others = Counter(file.suffix for file in every if file not in taken).most_common()
         if not walked:
-            names = (Path(name).suffix for _, _, files in os.walk(path) for name in files)
-            there = ", ".join(s for s, _ in Counter(name for name in names if name).most_common(5))
+            there = ", ".join([suffix for suffix, _ in others if suffix][:5])
             remedy = f"there are {there}: choose with --suffix" if there else "there are no files"
             raise DataError(f"{path}: has no file that ends in {', '.join(suffixes)}; {remedy}")
         if not from_folders:
-            return file_source(spec, walked, fields)
+            kinds = ", ".join(f"{suffix or 'no suffix'} {n:,}" for suffix, n in others[:5])
+            what = f"files of other kinds ({kinds}{', ...' * (len(others) > 5)}; see --suffix)"
+            left_out = {what: len(every) - len(walked)} if others else {}
+            return file_source(spec, walked, fields, left_out=left_out)
         below = [file for file in walked if file.parent != path]
         if not below:
             raise DataError(
