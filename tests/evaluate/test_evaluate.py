@@ -221,7 +221,7 @@ def test_the_command_prints_json(run_dir: Path, text_file: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--tasks", ""], "--tasks and --set are missing"),
+        (["--tasks", "", "--stride", "8"], "has no effect on set:val: leave it out"),
         (["--tasks", "txt:FILE"], "unknown task 'txt': did you mean 'text'?"),
         (["--tasks", "text"], "--tasks text: write text:FILE"),
         (["--tasks", "text:no-such-file"], "no-such-file: cannot be read"),

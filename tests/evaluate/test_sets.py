@@ -13,7 +13,7 @@ from gridformer.checkpoint.convert.exporting import export_run
 from gridformer.config import RunConfig, parse_run
 from gridformer.data import RunData, resolve
 from gridformer.data.side_texts import write_label_names
-from gridformer.evaluate.examples import check_named_set, named_sets, predicted
+from gridformer.evaluate.examples import check_named_set, named_sets, predicted, validation_names
 from gridformer.evaluate.loading import load_model
 from gridformer.utils.errors import ConfigError, DataError
 from tests.support.checkpoints import save_model
@@ -70,7 +70,8 @@ def a_run(data: dict[str, Any], **layout: int) -> RunConfig:
 
 
 def test_names_of_sets(token_folder: Path) -> None:
-    assert [*named_sets(a_run({"path": str(token_folder)}))] == ["val"]
+    alone = a_run({"path": str(token_folder)})
+    assert [*named_sets(alone)] == validation_names(alone) == ["val"]
     run = a_run(
         {
             "path": str(token_folder),
@@ -80,6 +81,7 @@ def test_names_of_sets(token_folder: Path) -> None:
     )
     found = {name: str(one.path) for name, one in named_sets(run).items()}
     assert found == {"wiki": "w", "web": "v", "test/web": "x", "code": "y"}
+    assert validation_names(run) == ["wiki", "web"]
 
 
 def test_sets_that_are_refused(token_folder: Path, tmp_path: Path) -> None:

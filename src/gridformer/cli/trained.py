@@ -173,11 +173,13 @@ def evaluate(
 ) -> None:
     """Measure a trained model on tasks, on any layout, with the same numbers.
 
+    Without --tasks and --set, these are the validation sets of its run.
+
     [bold]Examples:[/bold]
 
-    gridformer evaluate runs/demo --tasks text:README.md
+    gridformer evaluate runs/demo
 
-    gridformer evaluate runs/demo --set val
+    gridformer evaluate runs/demo --tasks text:README.md
 
     gridformer evaluate runs/demo layout.scheme=megatron layout.cols=2 --tasks text:README.md --json
 
@@ -201,24 +203,23 @@ def evaluate(
     from gridformer.checkpoint.side_files import root_of
     from gridformer.data.side_texts import read_label_names
     from gridformer.evaluate.beams import BeamSearch
+    from gridformer.evaluate.examples import validation_names
     from gridformer.evaluate.measures import Options
     from gridformer.evaluate.tasks import TaskArgument, check_tasks, evaluate_worker, parse_tasks
     from gridformer.launch import launch
 
-    if not tasks and not sets:
-        raise UserError(
-            "--tasks and --set are missing: write, for example, --tasks text:FILE or --set val"
-        )
     asked = parse_tasks(tasks) if tasks else []
     searched = _given(beams=beams, length_penalty=length_penalty)
     search = BeamSearch(**searched, max_tokens=256)
     options = Options(batch_size, stride, limit, length, search)
     reads = length if asked else None  # sets have the lengths of the run
-    asked += [TaskArgument("set", name) for name in sets or []]
     # For lm-evaluation-harness, rank 0 may download and prepare data for a long time.
     longest = 6 * 3600.0 if any(one.kind == "lm-eval" for one in asked) else 600.0
     with _job(run_dir, overrides, device, dtype, timeout or longest, reads, batch_size) as job:
         names = read_label_names(root_of(job.folder))
+        if not asked and not sets:
+            sets = validation_names(job.run)
+        asked += [TaskArgument("set", name) for name in sets or []]
         check_tasks(job.run, asked, options, names, [*searched])
         launch(evaluate_worker, (job, asked, options, as_json), job.run.layout.n_processes)
 

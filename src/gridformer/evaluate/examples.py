@@ -155,6 +155,11 @@ def named_sets(run: RunConfig) -> dict[str, ValidationConfig]:
     return sets
 
 
+def validation_names(run: RunConfig) -> list[str]:
+    """Returns the names of the validation sets of a run."""
+    return [one.name or _ONLY for one in run.data.validation_sets]
+
+
 def _find_set(run: RunConfig, name: str) -> ValidationConfig:
     sets = named_sets(run)
     if name not in sets:
