@@ -27,7 +27,7 @@ from tests.support.multirank.pool import WorkerPool
 from tests.support.multirank.runs import train
 
 SIZE = {"n_layers": 1, "hidden_size": 32, "n_heads": 4, "max_seq_len": 32}
-SHORT = {"steps": 30, "global_batch": 16, "lr": 1e-2, "eval_every": 0, "eval_batches": 1}
+SHORT = {"steps": 30, "global_batch": 16, "lr": 1e-2, "eval_every": 99, "eval_batches": 1}
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 OTHERS = ["eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn"]
 

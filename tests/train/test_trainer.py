@@ -70,6 +70,15 @@ def test_a_run_reads_its_batches_and_no_others(
     assert ": done, step 5, loss" in health_of(tmp_path).why
 
 
+def test_a_run_that_is_never_evaluated_is_at_its_end(
+    pool: WorkerPool, token_folder: Path, tmp_path: Path
+) -> None:
+    plan = plan_of(token_folder, tmp_path, {}, steps=2, eval_every=0, eval_batches=1)
+    ((_, validated, _),) = pool.run(1, reading, plan)
+    assert validated == [0]
+    assert ["val_loss" in line for line in read_metrics(tmp_path)] == [False, True]
+
+
 def test_a_damaged_batch_ends_the_run_at_its_step(
     pool: WorkerPool, token_folder: Path, tmp_path: Path
 ) -> None:
@@ -109,7 +118,7 @@ def run_of(data: Path, **train: Any) -> RunConfig:
             "init_std": 0.5,  # different texts have different losses from the first step
         },
         "data": {"path": str(data), "seq_len": SEQ},
-        "train": {"steps": STEPS, "eval_every": 0, "dtype": "float64", "seed": 3, **train},
+        "train": {"steps": STEPS, "eval_every": 99, "dtype": "float64", "seed": 3, **train},
     }
     return parse_run(sections)
 

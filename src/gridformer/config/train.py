@@ -220,7 +220,8 @@ class TrainConfig(Config):
     """Clipping uses the norm of all gradients (global), or separate norms of each layer's matrices
     and of all other parameters (layer)."""
     eval_every: int = Field(default=100, ge=0)
-    """The model is evaluated each time after this number of steps; 0 evaluates only at the end."""
+    """The model is evaluated before the first step, and each time after this number of steps; 0
+    evaluates only at the end."""
     eval_batches: int = Field(default=8, ge=1)
     """An evaluation takes this number of global batches."""
     bleu_every: int = Field(default=0, ge=0)

@@ -138,7 +138,7 @@ class Trainer:
             at_end.callback(lambda: self.ahead.close())  # a rollback opens another
             at_end.callback(self.saves.finish)
             at_end.push(self.saves.note_error)
-            if step == 0 or self.evaluated < step == train.steps:
+            if (step == 0 and train.eval_every) or self.evaluated < step == train.steps:
                 with suppress(StepDropped):
                     evaluated = self._evaluate(step)
                     self.journal.metrics({"step": step, "tokens": self.tokens, **evaluated})
