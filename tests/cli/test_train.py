@@ -13,6 +13,7 @@ import yaml
 
 from gridformer.checkpoint import find
 from gridformer.checkpoint.manifest import verify_checkpoint
+from gridformer.launch.plan import plan_run
 from gridformer.train.metrics import read_metrics
 from tests.support.commands import gridformer_alone, gridformer_here, write_run
 from tests.support.marks import full_unless
@@ -60,7 +61,7 @@ def test_a_run_writes_all_promised_files(run_file: Path, tmp_path: Path) -> None
     done = gridformer_alone("train", run_file, "train.lr=0.001", "--out", out, "--nproc", "4")
     assert done.returncode == 0, done.stderr
     assert "optimus 2x2" in done.stdout
-    assert " TFLOP/s per process" in done.stdout
+    assert "FLOP/s per process" in done.stdout
     assert "gloo" in done.stdout or "nccl" in done.stdout
 
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -85,6 +86,39 @@ def test_a_run_writes_all_promised_files(run_file: Path, tmp_path: Path) -> None
     assert generated.returncode == 0, generated.stderr
     assert generated.stdout.startswith("line 7")
     assert len(generated.stdout) > len("line 7\n")
+
+
+def test_a_run_that_resumes_says_what_has_changed(token_folder: Path, tmp_path: Path) -> None:
+    train = {"steps": 2, "global_batch": 4, "eval_batches": 1, "lr": 1e-3, "warmup_steps": 0}
+    path, out = write_run(tmp_path / "mine.yaml", token_folder, train=train), tmp_path / "out"
+    assert gridformer_here("train", path, "--out", out).returncode == 0
+
+    def changes(*overrides: str) -> tuple[str, ...]:
+        return plan_run(path, overrides, out=out).changes
+
+    assert changes("train.max_hours=2", "train.trace_step=3") == ()
+    grid = ("layout.scheme=optimus", "layout.rows=2", "layout.cols=1")
+    assert changes(*grid, "train.on_divergence=skip") == (
+        "layout was single device, now optimus 2x1",
+        "train.on_divergence was stop, now skip",
+    )
+    assert changes("train.steps=4", "train.lr_schedule=constant") == (
+        "train.steps was 2, now 4",
+        "train.lr_schedule was cosine, now constant",
+        "the learning rate of step 3 is 0.001, after 0.0001 in step 2, because its schedule "
+        "changed",
+    )
+    other = ("data.seq_len=8", "data.restart=true")
+    assert changes(*other) == ("data.seq_len was 16, now 8",)
+    done = gridformer_here("train", path, "train.steps=3", "--out", out)
+    after = done.stdout[done.stdout.index("resuming after step 2 from ") :].splitlines()
+    assert after[1] == "    train.steps was 2, now 3"
+    unnamed, named = (
+        json.loads(gridformer_here("evaluate", out, "--json", *words).stdout)["tasks"]
+        for words in ((), ("--set", "val"))
+    )
+    assert [*unnamed] == ["set:val"]
+    assert unnamed == named
 
 
 FEWER = "layout.rows=1"  # two processes; test_launch.py tests what a signal does to more

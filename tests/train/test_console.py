@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from gridformer.config import load_run
-from gridformer.train.console import bar_of_steps, beside_bar, command_after, title_of
+from gridformer.train.console import _speed, bar_of_steps, beside_bar, command_after, title_of
 from gridformer.train.loggers import TensorBoard
 from gridformer.train.metrics import METRICS, TENSORBOARD, MetricsFile, plot_loss, read_metrics
 from gridformer.utils.files import FullDiskError
@@ -70,6 +70,19 @@ for number in range(3):
     console.print("x" * 9000)
 print("went on", file=sys.stderr)
 """
+
+
+@pytest.mark.parametrize(
+    ("tflops", "said"),
+    [
+        (312.4, "312 TFLOP/s per GPU"),
+        (0.1, "0.1 TFLOP/s per GPU"),
+        (0.00655, "6.55 GFLOP/s per GPU"),
+        (5.43e-5, "54.3 MFLOP/s per GPU"),
+    ],
+)
+def test_operations_have_a_unit_that_fits(tflops: float, said: str) -> None:
+    assert _speed({"model_tflops": tflops}, "GPU") == said
 
 
 def test_a_run_goes_on_if_nobody_reads_what_it_prints() -> None:

@@ -68,6 +68,8 @@ class Reporter(Callback):
             self._print(f"  {plan.start.describe()}")
         if plan.resume is not None:
             self._print(f"  resuming after step {plan.resume_step} from {plan.resume}")
+        for change in plan.changes:
+            self._print(f"    {change}")
         if plan.data_start:
             self._print(f"  the order of samples began anew after step {plan.data_start}")
         self.progress = bar_of_steps(self.console, disable=not sys.stdout.isatty())
@@ -228,9 +230,13 @@ def _scores(metrics: Mapping[str, Any]) -> str:
 def _speed(metrics: Mapping[str, Any], device: str) -> str:
     """Returns `312 TFLOP/s per GPU`, or with a known peak `312 TFLOP/s per GPU (MFU 32%)`.
 
+    Below 0.1 TFLOP/s, the unit is GFLOP/s or MFLOP/s.
+
     With recomputation, the utilization of the hardware is larger and is added.
     """
-    text = f"{three_digits(metrics['model_tflops'])} TFLOP/s per {device}"
+    speed = metrics["model_tflops"]
+    size, unit = (1.0, "T") if speed >= 0.1 else (1e3, "G") if speed >= 1e-4 else (1e6, "M")
+    text = f"{three_digits(size * speed)} {unit}FLOP/s per {device}"
     if "mfu" not in metrics:
         return text
     rest = "" if metrics["hfu"] == metrics["mfu"] else f", HFU {metrics['hfu']:.1%}"
