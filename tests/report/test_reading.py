@@ -56,6 +56,29 @@ def test_numbers_and_charts_of_a_run(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_saves_are_at_their_steps_and_all_layouts_are_named(tmp_path: Path) -> None:
+    """Metrics tell of a save in a later step, and never of the last one of a start."""
+    folder = run_folder(tmp_path / "run")
+    lines = [*METRICS[:3], {**METRICS[3], "save_s": 0.5, "save_stall_s": 0.1}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    [run] = read_runs([folder])
+    assert run.series("save_s") == ([3], [0.5]), "without events, what metrics say"
+    events: list[dict[str, object]] = [
+        {"event": "start", "step": 0, "layout": "single device"},
+        {"event": "saved", "step": 2, "seconds": 0.5, "stalled_s": 0.1},
+        {"event": "start", "step": 2, "layout": "optimus 2x1"},
+        {"event": "start", "step": 2, "layout": "optimus 2x1"},
+        {"event": "saved", "step": 3, "seconds": 0.7},
+        {"event": "start", "step": 3, "layout": ["x"]},
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    [run] = read_runs([folder])
+    assert run.series("save_s") == ([2, 3], [0.5, 0.7])
+    assert run.series("save_stall_s") == ([2], [0.1])
+    rows = {name: values[0] for name, values in summary([run])}
+    assert rows["layout"] == "single device, then optimus 2x1, then megatron 1x1"
+
+
 def test_losses_and_loads_are_means_of_the_last_steps(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as file:

@@ -7,7 +7,7 @@ So every file may be missing, cut off or wrong, and what cannot be read is left 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import compress
@@ -136,7 +136,8 @@ def _read(folder: Path, label: str) -> RunReading:
     metrics = [line for line in readable_lines(folder / METRICS) if _is_step(line.get("step"))]
     by_step = {line["step"]: line for line in metrics}
     beats = [line.get("state") for line in readable_lines(folder / HEARTBEAT)]
-    events = readable_lines(folder / EVENTS_FILE)
+    events = [e for e in readable_lines(folder / EVENTS_FILE) if isinstance(e.get("event"), str)]
+    _put_saves(by_step, events)
     return RunReading(
         label,
         folder,
@@ -144,12 +145,25 @@ def _read(folder: Path, label: str) -> RunReading:
         problem,
         settings,
         [by_step[step] for step in sorted(by_step)],
-        [line for line in events if isinstance(line.get("event"), str)],
+        events,
         next((state[:20] for state in beats if isinstance(state, str)), ""),
         [int(path.name.split("-")[1]) for path in find.complete(folder)],
         sorted(folder.glob("trace-step-*.json"), key=lambda path: (len(path.name), path.name)),
         [_sample(line) for line in readable_lines(folder / SAMPLES)][-_MOST_SAMPLES:],
     )
+
+
+def _put_saves(by_step: Mapping[int, dict[str, Any]], events: Sequence[dict[str, Any]]) -> None:
+    """Moves the seconds of saves to the steps of their checkpoints.
+
+    Lines of metrics have them one or more steps later, and those of the last save never.
+    """
+    saves = {event.get("step"): event for event in events if event["event"] == "saved"}
+    for step, line in by_step.items() if saves else ():
+        for key, name in (("save_s", "seconds"), ("save_stall_s", "stalled_s")):
+            line.pop(key, None)
+            if step in saves:
+                line[key] = saves[step].get(name)
 
 
 def readable_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ from gridformer.utils.units import format_count, three_digits
 
 NOTHING = "-"
 _MOST_MARKS = 5  # of a run on a terminal
+_LONGEST_NAME = 100  # of a layout
 _RECENT = 20  # steps over which the last training loss is a mean
 
 
@@ -30,7 +31,7 @@ def summary(runs: Sequence[RunReading]) -> list[tuple[str, list[str]]]:
     """
     rows: dict[str, Callable[[RunReading], str]] = {
         "model": _model,
-        "layout": lambda run: describe_layout(run.config.layout) if run.config else "",
+        "layout": _layouts,
         "processes": lambda run: str(run.config.layout.n_processes) if run.config else "",
         "steps": _steps,
         "state": lambda run: run.state,
@@ -75,6 +76,14 @@ def _model(run: RunReading) -> str:
     model = run.config.model
     name = model.family if model.name == "custom" else model.name
     return f"{name} ({describe_parameters(model)})"
+
+
+def _layouts(run: RunReading) -> str:
+    """Returns the layouts of all starts of a run, in their order."""
+    last = [describe_layout(run.config.layout)] if run.config else []
+    told = [event.get("layout") for event in run.events if event["event"] == "start"]
+    names = [name[:_LONGEST_NAME] for name in told if isinstance(name, str)] + last
+    return ", then ".join(name for name, before in zip(names, ["", *names]) if name != before)
 
 
 def _starts(run: RunReading) -> str:
