@@ -292,6 +292,9 @@ def test_the_command_prints_a_table_and_draws_a_page(tmp_path: Path) -> None:
     assert "all 4 alike" in text
     drawn = page.read_text(encoding="utf-8")
     assert all(f'"{kind}"' in drawn for kind in KINDS if kind in breakdown.timeline.bytes_of)
+    assert "<h1>demo-4m on optimus 2x2: " in drawn
+    assert "<th>rank 0, all 4 alike</th>" in drawn
+    assert f"<tr><td>peak</td><td>{breakdown.peak / 2**20:.3f}</td></tr>" in drawn
     assert not re.search(r"<(script|link)[^>]+(src|href)=", drawn), "it needs nothing else"
 
 

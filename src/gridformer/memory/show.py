@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from gridformer.parallel.pipeline.schedules import PASSES
 from gridformer.parallel.registry import describe_layout
 from gridformer.record.routing import routing_notes
 from gridformer.record.step import KINDS, MESSAGES
+from gridformer.utils.files import write_text
 from gridformer.utils.units import byte_unit
 
 _COLUMNS = 5  # ranks side by side in a table
@@ -53,19 +55,8 @@ def print_breakdowns(
         table.add_column(f"{name} at the peak")
         for breakdown in some:
             table.add_column(_heading(breakdown, stand_for), justify="right")
-        for kind in KINDS:
-            if any(kind in breakdown.by_kind for breakdown in some):
-                table.add_row(kind, *(_size(a.by_kind.get(kind, 0), unit) for a in some))
-        total = [_size(breakdown.peak, unit) for breakdown in some]
-        table.add_row("peak", *total, style="bold")
-        table.add_row("when", *(breakdown.moment for breakdown in some))
-        table.add_row("between steps", *(_size(breakdown.between, unit) for breakdown in some))
-        if any(breakdown.host for breakdown in some):
-            host = [_size(breakdown.host, unit) for breakdown in some]
-            table.add_row("in host memory", *host)
-        if any(breakdown.saved for breakdown in some):
-            copies = [_size(breakdown.saved, unit) for breakdown in some]
-            table.add_row("copies in host memory while it saves", *copies)
+        for name_of_row, values in _rows(some, unit).items():
+            table.add_row(name_of_row, *values, style="bold" if name_of_row == "peak" else None)
         console.print(table)
     copied = decide(run.model, run.layout, replica_work(run)).copied_parameters
     if copied:
@@ -77,6 +68,22 @@ def print_breakdowns(
         )
 
 
+def _rows(breakdowns: Sequence[MemoryBreakdown], unit: int) -> dict[str, list[str]]:
+    """Returns the rows of a table: the values of each rank by name. Rows of zeros are left out."""
+    sizes = {kind: [one.by_kind.get(kind, 0) for one in breakdowns] for kind in KINDS}
+    rows = {kind: [_size(n, unit) for n in some] for kind, some in sizes.items() if any(some)}
+    rows["peak"] = [_size(one.peak, unit) for one in breakdowns]
+    rows["when"] = [one.moment for one in breakdowns]
+    rows["between steps"] = [_size(one.between, unit) for one in breakdowns]
+    if any(one.host for one in breakdowns):
+        rows["in host memory"] = [_size(one.host, unit) for one in breakdowns]
+    if any(one.saved for one in breakdowns):
+        rows["copies in host memory while it saves"] = [
+            _size(one.saved, unit) for one in breakdowns
+        ]
+    return rows
+
+
 def write_memory_page(
     run: RunConfig, breakdowns: Sequence[MemoryBreakdown], stand_for: Mapping[int, str], path: Path
 ) -> None:
@@ -84,18 +91,20 @@ def write_memory_page(
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
+    from gridformer.utils.page import document, figure, figure_place
+
     unit, name = byte_unit(max(breakdown.peak for breakdown in breakdowns))
     titles = [
         f"{_heading(one, stand_for).replace(chr(10), ', ')}: {one.peak / unit:.4g} {name} "
         f"({one.moment})"
         for one in breakdowns
     ]
-    figure = make_subplots(rows=len(breakdowns), cols=1, subplot_titles=titles)
+    made = make_subplots(rows=len(breakdowns), cols=1, subplot_titles=titles)
     for row, breakdown in enumerate(breakdowns, start=1):
         line = breakdown.timeline
         for kind in KINDS:
             if kind in line.bytes_of:
-                figure.add_trace(
+                made.add_trace(
                     go.Scatter(
                         x=line.times,
                         y=[n / unit for n in line.bytes_of[kind]],
@@ -111,7 +120,7 @@ def write_memory_page(
                     col=1,
                 )
         for when, phase in _main_phases(line.phases, line.times[-1]):
-            figure.add_vline(
+            made.add_vline(
                 x=when,
                 line={"width": 1, "dash": "dot", "color": "#555"},
                 annotation={"text": phase, "textangle": -90, "font": {"size": 10}},
@@ -119,17 +128,25 @@ def write_memory_page(
                 row=row,
                 col=1,
             )
-        figure.update_yaxes(title=name, rangemode="tozero", row=row, col=1)
-    figure.update_xaxes(title="allocations and frees, in order", row=len(breakdowns), col=1)
-    figure.update_layout(
-        title=_title(run),
-        hovermode="x unified",
-        template="plotly_white",
-        height=120 + 420 * len(breakdowns),
-        legend={"traceorder": "reversed"},
+        made.update_yaxes(title=name, rangemode="tozero", row=row, col=1)
+    made.update_xaxes(title="allocations and frees, in order", row=len(breakdowns), col=1)
+    legend = {"traceorder": "reversed"}
+    figure(120 + 420 * len(breakdowns), made, hovermode="x unified", legend=legend)
+    heads = [_heading(one, stand_for).replace("\n", ", ") for one in breakdowns]
+    lines = [("th", ["", *heads])]
+    lines += [("td", [kind, *values]) for kind, values in _rows(breakdowns, unit).items()]
+    cells = ("".join(f"<{tag}>{escape(one)}</{tag}>" for one in line) for tag, line in lines)
+    about = [
+        "What the tensors of a rank hold over one step, and below it at the peak.",
+        *routing_notes(run),
+        f"Sizes are in {name}. Estimated from the run's code on tensors without memory.",
+    ]
+    body = (
+        f"<h1>{escape(_title(run))}</h1><p class='note'>{escape(' '.join(about))}</p>"
+        f"{figure_place('memory')}<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.write_html(path, include_plotlyjs=True, full_html=True)
+    write_text(path, document(_title(run), body, {"memory": made}))
 
 
 def _main_phases(phases: Sequence[tuple[int, str]], end: int) -> list[tuple[int, str]]:
