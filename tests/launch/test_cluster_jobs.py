@@ -91,6 +91,7 @@ def test_nodes(options: dict[str, Any], nodes: int, per_node: int, whole: bool) 
         ({"per_node": 6}, "a layout of 12 or 18 processes, or --devices-per-node 4 for 4 nodes"),
         ({"per_node": 4, "cluster": "dgx-h100"}, "but the cluster dgx-h100 says 8"),
         ({"cluster": "dgx-h1000"}, "no cluster is called 'dgx-h1000'.*dgx-h100"),
+        ({"overrides": ("data.path=SET-ME",)}, "data.path=SET-ME names no data: set data.path to"),
         ({"interface": "eth0; reboot"}, "--interface 'eth0; reboot': use letters"),
         (
             {"overrides": ("layout.dp=4", "layout.devices_per_node=4")},

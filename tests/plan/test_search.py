@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 
 from gridformer.cluster.file import load_cluster
-from gridformer.config import LayoutConfig, load_run
+from gridformer.config import NO_PATH, LayoutConfig, load_run
 from gridformer.launch.plan import read_run_without_data
 from gridformer.parallel.validation import check_layout
 from gridformer.plan.advice import advise, remedies
 from gridformer.plan.roofline import estimate
 from gridformer.plan.search import Search, default_batch
 from gridformer.plan.settings import changed, neighbors
-from gridformer.plan.show import NO_DATA, print_result, ranking_as_json, settings_between, write_run
+from gridformer.plan.show import print_result, ranking_as_json, settings_between, write_run
 from gridformer.utils import process as fork_pool
 from tests.support.plans import cluster, found_on_8, predictor, run_of, search, trace_of
 
@@ -52,7 +52,7 @@ def test_what_is_written_is_read_as_the_same_run(tmp_path: Path) -> None:
     for number, one in enumerate(found_on_8().layouts):
         path = tmp_path / f"{number}.yaml"
         write_run(one, path, "test 'a\nb: c'")  # the comment holds whatever was typed
-        data = one.run.data.model_copy(update={"path": Path(NO_DATA)})
+        data = one.run.data.model_copy(update={"path": Path(NO_PATH)})
         assert load_run(path) == one.run.model_copy(update={"data": data})
         assert read_run_without_data(path).layout == one.run.layout, "predict and memory read it"
 

@@ -68,7 +68,7 @@ def launch(
 
     gridformer launch slurm mine.yaml layout.dp=16 --cluster dgx-h100 --hours 24 | sbatch
 
-    gridformer launch kubernetes mine.yaml --devices-per-node 8 --image registry/gridformer:0.1.0
+    gridformer launch kubernetes mine.yaml --devices-per-node 8 --image registry/gridformer:0.2.0
 
     gridformer launch torchrun mine.yaml --devices-per-node 4 --master node01
 

@@ -7,7 +7,7 @@ reports all problems at once in a `ConfigError`, each with a value that works.
 """
 
 from gridformer.config.base import Config, any_of, closest, divisors
-from gridformer.config.data import FINE_TUNING, TASKS, DataConfig, Task
+from gridformer.config.data import FINE_TUNING, NO_PATH, TASKS, DataConfig, Task
 from gridformer.config.layout import LayoutConfig, PipelineOrder, schemes
 from gridformer.config.model import ENCODER_DECODER, Family, ModelConfig, RopeScaling
 from gridformer.config.reading import (
@@ -24,6 +24,7 @@ from gridformer.config.train import TrainConfig
 __all__ = [
     "ENCODER_DECODER",
     "FINE_TUNING",
+    "NO_PATH",
     "TASKS",
     "Config",
     "DataConfig",

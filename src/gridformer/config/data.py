@@ -107,6 +107,9 @@ class ValidationConfig(Config):
     """The set consists of this split of the path."""
 
 
+NO_PATH = "SET-ME"  # the data.path of a run made from a model's name alone
+
+
 class DataConfig(Config):
     """The tokens that a run reads, and how samples are made from them."""
 

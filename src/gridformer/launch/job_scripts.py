@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from gridformer.cluster.file import Cluster, load_cluster
-from gridformer.config import RunConfig, parse_run
+from gridformer.config import NO_PATH, RunConfig, parse_run
 from gridformer.parallel.validation import check_layout
 from gridformer.utils.errors import ConfigError
 from gridformer.utils.signals import REQUEUE
@@ -95,8 +95,13 @@ def make_job(
 
     Raises:
         ConfigError: The number of processes fits no number of nodes, the options contradict each
-            other, or the layout has problems.
+            other, the layout has problems, or the run has no data yet.
     """
+    if run.data.path.name == NO_PATH:
+        raise ConfigError(
+            f"data.path={NO_PATH} names no data: set data.path to a folder that `gridformer "
+            "prepare` wrote, as the machines of the job see it"
+        )
     name = cluster or run.layout.cluster
     there = load_cluster(name) if name else None
     n, k = run.layout.n_processes, _devices_per_node(run, there, per_node)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gridformer.cluster.file import Cluster
-from gridformer.config import RunConfig, TrainConfig
+from gridformer.config import NO_PATH, RunConfig, TrainConfig
 from gridformer.parallel.registry import describe_layout
 from gridformer.plan.advice import Advice, in_words, limit_of
 from gridformer.plan.prediction import Prediction, doubts, sureness
@@ -27,7 +27,6 @@ ROWS_ALONE = (
 )
 # What a plan states of the section `train`, besides what differs from the defaults.
 STATED = ("global_batch", "dtype", "recompute", "recompute_layers")
-NO_DATA = "SET-ME"  # the data.path of a run made from a model's name alone
 
 
 def _recomputed(train: TrainConfig) -> str:
@@ -332,8 +331,8 @@ def write_run(one: PlannedLayout, path: Path, how: str) -> None:
     values = run.model_dump(mode="json", exclude_defaults=True)
     if run.data.path == Path() and not run.data.sources:  # made from a model's name alone
         # The path of a run without data is the current folder, which has no tokens.
-        values["data"] = {**values["data"], "path": NO_DATA}
-        lines.append(f"# Set data.path={NO_DATA} to a folder that `gridformer prepare` wrote.")
+        values["data"] = {**values["data"], "path": NO_PATH}
+        lines.append(f"# Set data.path={NO_PATH} to a folder that `gridformer prepare` wrote.")
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump({"name": run.name, **values}, sort_keys=False)
     write_text(path, "\n".join(lines) + "\n" + text)
