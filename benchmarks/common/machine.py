@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 import subprocess
@@ -13,9 +14,16 @@ from gridformer.utils.process import n_cores
 
 
 def describe_machine(module: str) -> dict[str, str]:
-    """Return what the numbers depend on besides the code; it is written beside them."""
+    """Return what the numbers depend on besides the code; it is written beside them.
+
+    If other programs have been using the processor, that is also told on standard error.
+    """
     import torch
 
+    load = os.getloadavg()[0]
+    busy = f". When it began, {load:.1f} processes were running" if load > 0.5 else ""
+    if busy:
+        print(f"this machine is busy, so times will be off{busy}", file=sys.stderr)
     return {
         "date": datetime.now().strftime("%Y-%m-%d"),
         "cpu": _cpu_model(),
@@ -25,6 +33,7 @@ def describe_machine(module: str) -> dict[str, str]:
         "backend": "gloo",
         "commit": _commit(),
         "command": command_line(module),
+        "busy": busy,
     }
 
 

@@ -66,7 +66,7 @@ def _header(groups: list[Group]) -> str:
             f"- {machine['date']}: {machine['cpu']}, {cores} core{'s' * (cores > 1)} for "
             f"{', '.join(map(str, processes))} process{'es' * (processes != [1])}; torch "
             f"{machine['torch']}, {machine['backend']}, Python {machine['python']}{commit}: "
-            f"`{machine['command']}`"
+            f"`{machine['command']}`{machine.get('busy', '')}"
         )
     return "\n".join(lines)
 

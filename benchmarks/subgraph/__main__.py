@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.common.machine import describe_machine
 from benchmarks.subgraph.cases import HEADS, SHAPES, Case, all_cases, variants
-from benchmarks.subgraph.report import plot, report
+from benchmarks.subgraph.report import cases_of, panels_of, plot, report
 
 
 def main(
@@ -57,6 +57,12 @@ def main(
     cases = [case for case in cases if case.heads in wanted]
     if quick:
         cases = [case for case in cases if case.sweep == "total"]
+    cases = [*{case.key: case for case in reversed(cases)}.values()][::-1]
+    if picture is not None:
+        try:
+            panels_of([*cases_of(read(out)), *cases])
+        except ValueError as error:
+            raise typer.BadParameter(f"--plot: {error}") from None
     _measure(cases, rounds, timeout, out)
     found = read(out)
     if picture is not None:

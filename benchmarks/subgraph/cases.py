@@ -69,7 +69,8 @@ class Case:
 
     @property
     def key(self) -> str:
-        return f"{self.shape}/{self.sweep}/{self.heads}/{self.each}/{self.processes}"
+        """The same for the case of both sweeps in which they meet: it is measured once."""
+        return f"{self.shape}/{self.hidden}/{self.heads}/{self.each}/{self.processes}"
 
     @property
     def samples(self) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.subgraph.cases import SHAPES, Case, Variant, variants
+from benchmarks.subgraph.cases import SHAPES, Case, Variant, all_cases, variants
 from gridformer.utils.units import MIB
 
 Measured = Mapping[str, dict[str, Any]]
@@ -40,7 +40,7 @@ def report(measured: Measured) -> str:
     """Return Markdown of all measurements."""
     machines = sorted({_machine(values) for values in measured.values()})
     parts = [HEAD.format(machines="\n".join(machines))]
-    for (shape, each, processes), cases in _grouped(measured).items():
+    for (shape, each, processes), cases in _grouped(cases_of(measured)).items():
         samples = f"{each} sample{'s' if each > 1 else ''} a process"
         parts.append(f"## {SHAPES[shape].title}, {samples}, {processes} processes\n")
         parts.append(_speedups(cases, measured, processes))
@@ -50,6 +50,24 @@ def report(measured: Measured) -> str:
     return "\n".join(parts)
 
 
+def panels_of(cases: Sequence[Case]) -> dict[tuple[str, int, str], list[Case]]:
+    """Return the cases of each panel by shape, samples per process and sweep.
+
+    Raises:
+        ValueError: There is none.
+    """
+    panels = {
+        (shape, each, sweep): [case for case in some if case.sweep == sweep]
+        for (shape, each, processes), some in _grouped(cases).items()
+        for sweep in SWEEPS
+        if processes == 4
+    }
+    panels = {key: some for key, some in panels.items() if len(some) > 1}
+    if not panels:
+        raise ValueError("nothing to plot: it takes 4 processes and two numbers of heads")
+    return panels
+
+
 def plot(measured: Measured, path: Path) -> None:
     """Plot speed-ups over data parallelism by heads; one panel per shape, batch and sweep."""
     import matplotlib
@@ -57,15 +75,7 @@ def plot(measured: Measured, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    panels = {
-        (shape, each, sweep): [case for case in cases if case.sweep == sweep]
-        for (shape, each, processes), cases in _grouped(measured).items()
-        for sweep in SWEEPS
-        if processes == 4
-    }
-    panels = {key: cases for key, cases in panels.items() if len(cases) > 1}
-    if not panels:
-        raise ValueError("nothing to plot: no sweep with 4 processes was measured")
+    panels = panels_of(cases_of(measured))
     rows = -(-len(panels) // 2)
     figure, axes = plt.subplots(rows, 2, figsize=(9, 2.6 * rows), squeeze=False, sharey=True)
     colors = {"dsp": "#0b6e99", "dsp-attention": "#7a9e3f", "paper": "#6b4fa0", "csub": "#c4612a"}
@@ -99,12 +109,20 @@ def plot(measured: Measured, path: Path) -> None:
     plt.close(figure)
 
 
-def _grouped(measured: Measured) -> dict[tuple[str, int, int], list[Case]]:
-    """Return cases by shape, samples per process and processes, in order of sweeps and heads."""
+def cases_of(measured: Measured) -> list[Case]:
+    """Return the measured cases, in every sweep that they belong to."""
     cases = [Case(**values["case"]) for values in measured.values()]
-    cases.sort(key=lambda c: (c.processes, [*SHAPES].index(c.shape), c.each, c.sweep, c.heads))
+    every = (one for case in cases for one in all_cases(case.processes, [case.shape]))
+    return [*dict.fromkeys([*cases, *(one for one in every if one.key in measured)])]
+
+
+def _grouped(cases: Sequence[Case]) -> dict[tuple[str, int, int], list[Case]]:
+    """Return cases by shape, samples per process and processes, in order of sweeps and heads."""
+    shapes = [*SHAPES]
     grouped: dict[tuple[str, int, int], list[Case]] = {}
-    for case in cases:
+    for case in sorted(
+        cases, key=lambda c: (c.processes, shapes.index(c.shape), c.each, c.sweep, c.heads)
+    ):
         grouped.setdefault((case.shape, case.each, case.processes), []).append(case)
     return grouped
 
@@ -157,6 +175,7 @@ def _machine(values: dict[str, Any]) -> str:
     return (
         f"- {m['date']}: {m['cpu']}, {m['cores']} cores; torch {m['torch']}, gloo, Python "
         f"{m['python']}, commit {m['commit']}, {values['rounds']} rounds: `{m['command']}`"
+        f"{m.get('busy', '')}"
     )
 
 

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from benchmarks.common.machine import describe_machine
 from benchmarks.subgraph import __main__ as subgraph
 from benchmarks.subgraph.cases import Case, all_cases, variants
 from benchmarks.subgraph.report import plot, report
+from typer.testing import CliRunner
 
 
 def measured(case: Case, dp: float, other: float) -> dict[str, Any]:
@@ -54,8 +57,48 @@ def test_report_and_plot_of_known_numbers(tmp_path: Path) -> None:
     assert "**The paper's\nvariant** (SUPER" in text
     plot(found, tmp_path / "speed.png")
     assert (tmp_path / "speed.png").stat().st_size > 10_000
-    with pytest.raises(ValueError, match="no sweep with 4 processes"):
+    with pytest.raises(ValueError, match="4 processes and two numbers of heads"):
         plot({}, tmp_path / "none.png")
+
+
+def test_8_heads_of_the_transformer_are_measured_once_and_in_both_sweeps() -> None:
+    per_head, total = (Case("transformer", sweep, 8, 1, 4) for sweep in ("per-head", "total"))
+    assert per_head.model() == total.model()
+    assert per_head.key == total.key
+    keys = [case.key for case in all_cases(4, ["transformer", "t5-large"])]
+    assert len(keys) - len({*keys}) == 2, "with 1 and with 4 samples a process"
+    text = report({total.key: measured(total, 0.3, 0.2)})
+    assert "|  | work per head fixed | total work fixed |" in text
+    assert "| D&SP, g=4 | 1.50 | 1.50 |" in text
+
+
+def test_what_cannot_be_plotted_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Case] = []
+    monkeypatch.setattr(subgraph, "_measure", lambda cases, *_: asked.extend(cases))
+    words = ["--out", str(tmp_path / "none.jsonl"), "--plot", str(tmp_path / "none.png")]
+    runner, app = CliRunner(), typer.Typer()
+    app.command()(subgraph.main)
+    for more in (["--processes", "2"], ["--heads", "8"]):
+        done = runner.invoke(app, [*words, *more])
+        assert (done.exit_code, asked) == (2, []), more
+        assert "nothing to plot" in done.output
+    runner.invoke(app, [*words[:2], "--processes", "4", "--heads", "8,16"])
+    assert len(asked) == 10, "both shapes and sweeps, without the two that are there twice"
+    assert len({case.key for case in asked}) == 10
+
+
+def test_a_busy_machine_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Case("transformer", "total", 8, 1, 4)
+    for load, busy in ((0.2, False), (7.0, True)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        machine = describe_machine("benchmarks.subgraph")
+        assert ("this machine is busy" in capsys.readouterr().err) == busy
+        text = report({case.key: measured(case, 0.3, 0.2) | {"machine": machine}})
+        assert ("When it began, 7.0 processes were running" in text) == busy
 
 
 def test_a_case_without_the_newest_variant_is_measured_again(tmp_path: Path) -> None:
