@@ -6,7 +6,6 @@
 import os
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from email import message_from_string
@@ -104,12 +103,10 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     said = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True)
     there = Path(said.stdout.strip())
-    here = Path(sysconfig.get_path("purelib"))
-    for name in required(wheel):
-        tops = {file.parts[0] for file in metadata.files(name) or ()} - {"..", "__pycache__"}
-        for top in tops:
+    for one in map(metadata.distribution, required(wheel)):
+        for top in {file.parts[0] for file in one.files or ()} - {"..", "__pycache__"}:
             if not (there / top).exists():
-                (there / top).symlink_to(here / top)
+                (there / top).symlink_to(str(one.locate_file(top)))
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     subprocess.run([*install, "--no-deps", "--no-index", str(wheel)], check=True)
     return made
