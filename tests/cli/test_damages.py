@@ -23,7 +23,7 @@ NEWEST, BEFORE = "step-00000004", "step-00000002"
 def run_file(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("damages")
     shutil.copytree(token_folder, folder / "data")
-    train = {"steps": 4, "save_every": 2, "global_batch": 2, "eval_every": 0, "eval_batches": 1}
+    train = {"steps": 4, "save_every": 2, "global_batch": 2, "eval_every": 99, "eval_batches": 1}
     train_on_cpu = {**train, "device": "cpu"}
     path = write_run(folder / "mine.yaml", folder / "data", train=train_on_cpu)
     done = gridformer_here("train", path, "--out", folder / "out")
