@@ -73,6 +73,8 @@ def main(
             raise typer.BadParameter(
                 f"--{option}: {', '.join(unknown)} is none of {', '.join(known)}"
             )
+    if picture is not None and not {"limits", "equal"} & {*chosen}:
+        raise typer.BadParameter("--plot: nothing to plot, since --parts has no limits or equal")
     if fresh:
         out.unlink(missing_ok=True)
     machine = describe_machine("benchmarks.memory")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from benchmarks.memory import __main__ as memory
 from benchmarks.memory.cases import HYBRID, METHODS, SCALINGS, Scaling, schemes
 from benchmarks.memory.report import plot, report
@@ -32,6 +33,14 @@ def test_schemes_fill_the_processes_and_what_does_not_divide_is_left_out() -> No
             odd = {9: (3,), 36: (3, 6, 9, 12, 18)}  # columns that do not divide s
             hybrids = [HYBRID.replace("1xc", f"1x{c}") for c in odd.get(processes, ())]
             assert left_out == (cut_s + hybrids if processes in odd else [])
+
+
+def test_a_plot_of_nothing_is_refused_before_anything_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_jobs", lambda *_: pytest.fail("it began"))
+    with pytest.raises(typer.BadParameter, match="nothing to plot"):
+        memory.main(tmp_path / "o", parts="shares,price", quick=True, picture=tmp_path / "p.png")
 
 
 def test_an_equal_batch_is_that_of_optimus_or_the_next_smaller(
