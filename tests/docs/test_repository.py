@@ -43,7 +43,7 @@ def test_workflows_run_targets_of_the_makefile() -> None:
                 assert set_here <= variables
                 called |= {word for word in words if "=" not in word}
     assert called <= targets
-    assert {"lint", "suite", "release"} <= called
+    assert {"lint", "suite", "release", "docs"} <= called
 
 
 def test_the_tests_run_on_the_oldest_and_the_pinned_versions() -> None:
