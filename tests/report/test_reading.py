@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from gridformer.report.reading import marks_of, read_runs, settings_table, short
 from gridformer.report.summary import summary
 from gridformer.utils.errors import UserError
 
-METRICS = [
+METRICS: list[dict[str, Any]] = [
     {"step": 0, "tokens": 0, "val_loss": 5.5},
     {"step": 1, "loss": 5.4, "grad_norm": 1.5, "lr": 1e-3, "tokens": 64, "tokens_per_s": 100.0},
     {"step": 2, "left_out": "row 3 of the batch", "tokens": 128},
