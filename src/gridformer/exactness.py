@@ -90,6 +90,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
     "muon by head": {"optimizer": "muon", "muon_by_head": True, "clip_by": "layer"},
     "all": {**IN_BACKWARD, "offload": "optimizer", "recompute": "full", "loss_chunk_tokens": 21},
+    "attention by operators": {"attention": "math"},
 }
 
 

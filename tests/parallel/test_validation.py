@@ -51,6 +51,27 @@ pipeline=1f1b
 pp=3 pipeline=1f1b micro_batches=2
     layout.pipeline=1f1b needs at least as many micro-batches as layout.pp=3 stages, not
     layout.micro_batches=2: use layout.pipeline=auto, or layout.micro_batches=3
+train.attention=flash train.device=cpu
+    train.attention=flash: on train.device=cpu PyTorch chooses by itself: use train.attention=auto
+train.attention=flash
+    train.attention=flash: it does not take train.dtype=float32: use train.attention=efficient
+train.attention=cudnn train.dtype=bfloat16 model.head_dim=8 rows=2 scheme=optimus rows_over=sequence
+    train.attention=cudnn: layout.rows_over=sequence needs the last queries of causal attention: use
+    train.attention=flash
+train.attention=cudnn train.dtype=bfloat16 model.head_dim=8 train.deterministic=true
+    train.attention=cudnn: its gradients differ from run to run, despite train.deterministic=true:
+    use train.attention=flash
+train.attention=cudnn train.dtype=bfloat16 model.head_dim=12
+    train.attention=cudnn: heads of 12 elements are wider than 128 or no multiple of 8: use
+    train.attention=flash
+train.attention=flash train.dtype=bfloat16 model.head_dim=264
+    train.attention=flash: heads of 264 elements are wider than 256: use train.attention=efficient
+train.attention=efficient train.dtype=float32 model.head_dim=6
+    train.attention=efficient: heads of 6 elements are no multiple of 16 bytes: use
+    train.attention=auto
+train.attention=flash4 train.dtype=bfloat16 train.kernels=torch data.document_mask=true
+    train.attention=flash4: it does not take the masks of train.kernels=torch: use
+    train.attention=auto
 pp=2 pipeline=interleaved
     layout.pipeline=interleaved needs several stages per rank, not layout.stages_per_rank=1: use
     layout.pipeline=auto

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from gridformer.config.base import AnyPath, Config, any_of
 from gridformer.utils.units import MOST_LAYERS, MOST_TOKENS
 
+Attention = Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "math"]
 Logger = Literal["tensorboard", "wandb", "mlflow"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]
 # Bfloat16 rounds by up to 1/256, which is to be less than what a moment forgets in a step.
@@ -169,6 +170,12 @@ class TrainConfig(Config):
     """On GPUs, dropout, the loss of tokens, and attention with dropout, padding or a learned bias,
     are computed by gridformer's own kernels (fused) or by operators of PyTorch (torch), which are
     slower and take more memory. On CPUs both values mean the operators of PyTorch."""
+    attention: Attention = "auto"
+    """Where no kernel of gridformer's computes attention, this one of PyTorch does on GPUs:
+    FlashAttention 2 (flash), 3 (flash3) or 4 (flash4), cuDNN's (cudnn), the memory-efficient one
+    (efficient), or products and a softmax with all scores in memory (math). auto measures at the
+    start which of them is the fastest; with deterministic=true it measures nothing and means flash.
+    On CPUs there are auto, which leaves the choice to PyTorch, and math."""
     compile: Literal["auto", True, False] = "auto"
     """true compiles each block with torch.compile. The parts of a block that communicate run
     uncompiled, between compiled regions. auto means true on GPUs with what compilation needs,

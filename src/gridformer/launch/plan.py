@@ -106,6 +106,14 @@ def check_run(
         from gridformer.train.compile import compile_problems
 
         problems += compile_problems(run)
+    if run.train.attention not in ("auto", "math") and run.train.device == "auto":
+        from gridformer.train.compile import device_of
+
+        if device_of(run) == "cpu":
+            problems.append(
+                f"train.attention={run.train.attention} needs a GPU for each process, which there "
+                "are not: use train.attention=auto"
+            )
     if problems:
         raise ConfigError(*problems)
     return run

@@ -212,11 +212,13 @@ def _wide(run: RunConfig, choices: Choices, choice: Choice, out: float) -> float
 def _scores(run: RunConfig, choices: Choices) -> dict[str, float]:
     """Returns the scores of attention on a device, by stack, if no fused kernel hides them.
 
-    Without gridformer's kernel, dropout of probabilities or a learned bias makes torch keep them.
+    Without gridformer's kernel, dropout of probabilities or a learned bias makes torch keep them,
+    and so does attention=math without these.
     """
     model, work, keys = run.model, choices.work, run.seq_len
     fused = on_gpu(run) and run.train.kernels != "torch"
-    if fused or not (model.attention_dropout or model.family == "t5"):
+    changed = model.attention_dropout or model.family == "t5"
+    if fused if changed else run.train.attention != "math":
         return {}
     heads = model.n_heads / (choices.rows * choices.cols)
     if not model.two_stacks:

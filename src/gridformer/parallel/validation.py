@@ -197,6 +197,38 @@ def _whole_heads(run: RunConfig) -> Iterator[Violation]:
         yield Violation("whole heads", text, [_one("train.muon_by_head", [False])])
 
 
+def _attention(run: RunConfig) -> Iterator[Violation]:
+    """A kernel of attention that is named takes the run's tensors and masks."""
+    model, train, name, width = run.model, run.train, run.train.attention, run.model.head_width
+    if name in ("auto", "math"):
+        return
+    flash, single = name.startswith("flash"), train.dtype == "float32"
+    masks = model.two_stacks or model.window or run.data.document_mask
+    rows = run.layout.sequence_rows > 1 and model.family != "bert"
+    whys = {
+        "on train.device=cpu PyTorch chooses by itself": train.device == "cpu",
+        f"it does not take train.dtype={train.dtype}": train.dtype == "float64"
+        or (single and name != "efficient"),
+        f"heads of {width} elements are wider than 256": flash and width > 256,
+        f"heads of {width} elements are wider than 128 or no multiple of 8": name == "cudnn"
+        and (width > 128 or width % 8 > 0),
+        f"heads of {width} elements are no multiple of 16 bytes": name == "efficient"
+        and width % (4 if single else 8) > 0,
+        "several heads of queries share one of keys": name == "efficient"
+        and model.kv_heads < model.n_heads,
+        "layout.rows_over=sequence needs the last queries of causal attention": name == "cudnn"
+        and rows,
+        "it does not take the masks of train.kernels=torch": flash
+        and train.kernels == "torch"
+        and bool(masks),
+        "its gradients differ from run to run, despite train.deterministic=true": name == "cudnn"
+        and train.deterministic,
+    }
+    for why in [why for why, is_so in whys.items() if is_so][:1]:
+        fix = _one("train.attention", ("flash", "cudnn", "efficient", "auto"))
+        yield Violation("attention", f"train.attention={name}: {why}", [fix])
+
+
 def _expert_axes(run: RunConfig) -> Iterator[Violation]:
     """Experts lie over axes that there are."""
     layout, spec = run.layout, spec_of(run.layout)
@@ -484,6 +516,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     _sequence_parts,
     _norms,
     _whole_heads,
+    _attention,
     _expert_axes,
     _experts,
     _nodes,

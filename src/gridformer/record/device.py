@@ -53,7 +53,8 @@ def _attend(
 
     gridformer's own has the same operations and results of the same shapes as torch's.
     """
-    if mask is None and not dropout_p and q.dtype != torch.float64:
+    fused = q.dtype != torch.float64 and torch.backends.cuda.flash_sdp_enabled()  # see attending
+    if fused and mask is None and not dropout_p:
         return attention.attention(q, k, v, None, None, attention.Settings(is_causal, scale))
     unfused = torch.ops.aten.scaled_dot_product_attention.default.decompose
     out: Tensor = unfused(q, k, v, mask, dropout_p, is_causal, scale=scale, **more)

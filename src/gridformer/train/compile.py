@@ -111,10 +111,14 @@ def compile_problems(run: RunConfig) -> list[str]:
     """
     if run.train.compile is not True:
         return []
-    device = run.train.device
-    if device == "auto":  # as `init_process_groups` decides it
-        device = "cuda" if gpus_here(rank_env(), run.layout.n_processes) else "cpu"
-    return toolchain_problems(device)
+    return toolchain_problems(device_of(run))
+
+
+def device_of(run: RunConfig) -> str:
+    """Returns the type of device that a run will use, as `init_process_groups` decides it."""
+    if run.train.device != "auto":
+        return run.train.device
+    return "cuda" if gpus_here(rank_env(), run.layout.n_processes) else "cpu"
 
 
 def why_uncompiled(run: RunConfig, device_type: str) -> str:

@@ -20,6 +20,7 @@ from gridformer.parallel.data.gradients import clear_gradients, reduce_gradients
 from gridformer.parallel.pipeline import Executor, timed
 from gridformer.parallel.tensor.experts import move_biases
 from gridformer.parallel.tensor.summa import GatheredWeightsScope
+from gridformer.train.attention import attending
 from gridformer.train.forward_backward import (
     Finish,
     Passes,
@@ -60,6 +61,7 @@ class Stepper:
         model.loss_chunk_tokens = train.loss_chunk_tokens
         model.recomputes(train.recompute, train.recompute_layers)
         model.uses_kernels(train.kernels == "fused")
+        self.attention: str = train.attention
         self.micro_batches = layout.micro_batches if layout else 1
         self.split = RowSplit(train.global_batch, self.micro_batches, axes)
         self.updates = Updates(model, train, axes)
@@ -114,7 +116,7 @@ class Stepper:
         lr = learning_rate(step, self.train)
         self.updates.begin(lr)
         scale = self.scale.scale
-        with self.kept.open(), one_thread():
+        with self.kept.open(), one_thread(), attending(self.attention):
             self._begin_balance(batch, work, scale)
             losses = self.passes.train(work, counts, scale)
         with self._timed("add up gradients"):
@@ -210,7 +212,7 @@ class Stepper:
         self.model.dropout_rng.step = step
         stops_before, self.executor.stops_before = self.executor.stops_before, None
         self.executor.loads_again()  # the search for the cause launches kernels of its own
-        with self.kept.open(), one_thread():
+        with self.kept.open(), one_thread(), attending(self.attention):
             if self.updates.in_backward:
                 self.model.eval()
                 with torch.no_grad():
@@ -230,7 +232,8 @@ class Stepper:
 
     def evaluate(self, reads: Sequence[ReadRows], also: Finish | None = None) -> Evaluation:
         """Computes mean losses over several global batches; see `Passes.mean_losses`."""
-        return self.passes.mean_losses(self.split, self.device, reads, also)
+        with attending(self.attention):
+            return self.passes.mean_losses(self.split, self.device, reads, also)
 
     def _read(self, read: ReadRows) -> Batch:
         return on_device(read(self.split.all_rows), self.device)

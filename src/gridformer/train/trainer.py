@@ -23,6 +23,7 @@ from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.fsdp import drop_copies
 from gridformer.parallel.pipeline import Event
+from gridformer.train.attention import choose
 from gridformer.train.callbacks import Callback
 from gridformer.train.compile import agreed_uncompiled, compile_model
 from gridformer.train.divergence import Recovery, diagnose, not_finite
@@ -86,6 +87,7 @@ class Trainer:
             compile_model(self.model)
         train = run.train.model_copy(update={"compile": not uncompiled})
         self.stepper = Stepper(self.model, train, self.axes, run.layout)
+        self.stepper.attention, chosen = choose(run, world.device, self.axes.world)
         sets = validation_sets(run, data)
         self.evaluate = Evaluator(
             self.stepper, sets, world.device, measures, run.train.sanity_checks
@@ -110,6 +112,8 @@ class Trainer:
         if run.train.compile == "auto" and world.device.type == "cuda":
             how = f"not compiled, because {uncompiled}" if uncompiled else "compiled"
             self.journal.note(f"train.compile=auto: blocks are {how}")
+        if chosen:
+            self.journal.note(chosen)
 
     def _load(self, folder: Path, verified: Manifest | None = None) -> Manifest:
         """Puts the model, the optimizer and the counts into the state of a checkpoint."""

@@ -5,6 +5,7 @@ Operators show neither freed memory nor repeated turns of a loop, so records of 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -122,3 +123,25 @@ class DeviceEvent:
             return self._time - earlier._time
         self._event.synchronize()
         return earlier._event.elapsed_time(self._event) / 1e3
+
+
+def measured(
+    runs: Mapping[str, Callable[[], object]], device: torch.device, repeats: int = 5
+) -> dict[str, float]:
+    """Returns the median seconds of each run on a device, without runs that raise an error.
+
+    All are repeated in turn, so that a clock that changes meanwhile changes all times.
+    """
+    times: dict[str, list[float]] = {}
+    for name, run in runs.items():
+        try:
+            run()  # what is compiled or loaded first does not count
+            times[name] = []
+        except Exception:  # whatever a kernel raises that does not take these tensors
+            continue
+    for _ in range(repeats):
+        for name, each in times.items():
+            began = DeviceEvent(device)
+            runs[name]()
+            each.append(DeviceEvent(device).seconds_since(began))
+    return {name: statistics.median(each) for name, each in times.items()}

@@ -133,6 +133,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "data.task": ("auto",) * 10 + tuple(config.FINE_TUNING),
     "train.dtype": ("float64",) * 15 + ("float32", "bfloat16", "float16"),
     "train.compile": (False,) * 15 + (True,),
+    "train.attention": ("auto",) * 3 + ("math",),
     "train.optimizer": ("adamw",) * 3 + ("muon",),
     "train.muon_by_head": (False,) * 3 + (True,),
     "model.family": tuple(family for family in get_args(Family) if family != "network"),
