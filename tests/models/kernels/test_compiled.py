@@ -23,10 +23,10 @@ TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 # The types of arguments that are not tensors of the computation's type.
 ARGUMENTS: dict[str, Any] = {
     "sizes": ("i32",) * 6,
-    **dict.fromkeys(("first_head", "first_query", "first_key"), "i32"),
+    **dict.fromkeys(("first_head", "first_query"), "i32"),
     "counter": "*i64",
     "valid": "*u8",
-    **dict.fromkeys(("documents", "key_documents"), "*i32"),
+    **dict.fromkeys(("documents", "key_documents", "key_hashes", "hashes"), "*i32"),
     **dict.fromkeys(("bias", "grad_bias", "lse", "delta"), "*fp32"),
 }
 ATTENTION = ("forward", "backward_queries", "backward_keys", "backward_bias")

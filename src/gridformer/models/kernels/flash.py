@@ -21,18 +21,23 @@ from gridformer.models.kernels.flash_backward import (
 )
 from gridformer.models.kernels.library import threshold
 from gridformer.models.kernels.tiles import (
+    LOG2_E,
     drop,
-    dropout_key,
+    exponential,
+    hash_column,
     head_of,
+    load_counter,
     load_rows,
     product,
+    row_hashes,
     scores,
     store_rows,
+    whole_tiles,
     within,
 )
 
 
-@triton.jit(do_not_specialize=["first_head", "first_query", "first_key"])
+@triton.jit(do_not_specialize=["first_head", "first_query"])
 def forward(
     q,
     k,
@@ -41,6 +46,7 @@ def forward(
     bias,
     documents,
     counter,
+    key_hashes,
     out,
     lse,
     q_strides,
@@ -50,7 +56,6 @@ def forward(
     sizes,
     first_head,
     first_query,
-    first_key,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -74,8 +79,9 @@ def forward(
         documents: Where each query's document begins and ends among the keys, int32 [b, 2, s],
             contiguous.
         counter: What dropout masks depend on, if `THRESHOLD`.
-        lse: For backward, the logarithm of each query's sum of exponentials [b, n, s].
-        first_head, first_query, first_key: The global indices on which dropout depends.
+        key_hashes: The hashes of all keys, on which they depend as well, int32 [S].
+        lse: For backward, the base-2 logarithm of each query's sum of exponentials [b, n, s].
+        first_head, first_query: The global indices on which dropout depends.
         q_strides, k_strides, v_strides, out_strides, sizes: See `tiles`.
         VALID, BIAS, DOCUMENTS: Whether there are these.
         THRESHOLD: The value that random bits must reach for a probability to be kept.
@@ -92,44 +98,60 @@ def forward(
     k, v = head_of(k, k_strides, sample, of_keys), head_of(v, v_strides, sample, of_keys)
     valid, bias = valid + sample * n_columns, bias + head * n_rows * n_columns
     documents += sample * 2 * n_rows
-    row = first_row + tl.arange(0, R)
+    row = first_row + tl.arange(0, R)[:, None]
     tile_q = load_rows(q, q_strides, first_row, n_rows, width, R, D)
     wide: tl.constexpr = tl.float64 if tile_q.dtype == tl.float64 else tl.float32
-    key_low, key_high, first_sample = dropout_key(counter, THRESHOLD)
+    hashes = row_hashes(counter, sample, first_head + head, first_query + row, THRESHOLD)
     total = tl.zeros([R, D], wide)
-    largest, exps = tl.full([R], float("-inf"), wide), tl.zeros([R], wide)
-    begin, end = 0, n_columns
+    largest, exps = tl.full([R, 1], float("-inf"), wide), tl.zeros([R, 1], wide)
+    begin, end, low, high = 0, n_columns, 0, n_columns
     if CAUSAL:
-        end = tl.minimum(end, first_row + R + n_columns - n_rows)
-        if WINDOW > 0:  # the tile of the first key that one of these queries sees
-            begin = tl.maximum(0, first_row + n_columns - n_rows - WINDOW + 1) // C * C
+        position = first_row + n_columns - n_rows  # of the first query
+        end, high = tl.minimum(end, position + R), position + 1
+        if WINDOW > 0:  # from the tile of the first key that one of these queries sees
+            begin, low = tl.maximum(0, position - WINDOW + 1) // C * C, position + R - WINDOW
     if DOCUMENTS:
-        begin, end = within(documents, begin, end, first_row, R, n_rows, C)
-    for start in range(begin, end, C):
-        column = start + tl.arange(0, C)
-        tile_k = load_rows(k, k_strides, start, n_columns, width, C, D)
-        tile_v = load_rows(v, v_strides, start, n_columns, width, C, D)
-        x = scores(
-            tile_q, tile_k, valid, bias, documents, row, column, n_rows, n_columns,
-            SCALE, CAUSAL, WINDOW, VALID, BIAS, DOCUMENTS, PRECISION,
-        )  # fmt: skip
-        now = tl.maximum(largest, tl.max(x, 1))
-        finite = tl.where(now == float("-inf"), 0.0, now)  # a query may not have seen a key yet
-        p = tl.exp(x - finite[:, None])
-        shrink = tl.exp(largest - finite)
-        exps = exps * shrink + tl.sum(p, 1)
-        p = drop(
-            p, first_sample + sample, first_head + head, first_query + row, first_key + column,
-            key_low, key_high, THRESHOLD,
-        )  # fmt: skip
-        total = product(p.to(tile_v.dtype), tile_v, total * shrink[:, None], PRECISION)
-        largest = now
+        begin, end, low, high = within(documents, begin, end, low, high, first_row, R, n_rows, C)
+    if VALID:
+        high = 0
+    # Tiles in the middle need no masks.
+    whole, after = whole_tiles(begin, end, low, high, C)
+    FIRST: tl.constexpr = 2 if VALID else (0 if WINDOW > 0 or DOCUMENTS else 1)
+    for part in tl.static_range(FIRST, 3):
+        from_key = begin if part == 0 or FIRST == 2 else (whole if part == 1 else after)
+        to_key = whole if part == 0 else (after if part == 1 else end)
+        for start in range(from_key, to_key, C):
+            column = start + tl.arange(0, C)[None, :]
+            tile_k = load_rows(k, k_strides, start, n_columns, width, C, D)
+            tile_v = load_rows(v, v_strides, start, n_columns, width, C, D)
+            x = scores(
+                tile_q, tile_k, valid, bias, documents, row, column, n_rows, n_columns,
+                SCALE, CAUSAL, WINDOW, VALID, BIAS, DOCUMENTS, PRECISION, part != 1,
+            )  # fmt: skip
+            top = tl.max(x, 1, keep_dims=True) * tl.full([1, 1], SCALE * LOG2_E, wide)
+            now = tl.maximum(largest, top)
+            finite = tl.where(now == float("-inf"), 0.0, now)  # it may not have seen a key yet
+            p = exponential(x, finite, SCALE)
+            shrink = tl.exp2(largest - finite)
+            exps = exps * shrink + tl.sum(p, 1, keep_dims=True)
+            p = drop(p, hashes, key_hashes, column, n_columns, THRESHOLD)
+            total = product(p.to(tile_v.dtype), tile_v, total * shrink, PRECISION)
+            largest = now
     some = exps > 0  # a query that sees no key gets zeros
-    gain = tl.full([1], GAIN, wide)
-    total = total * (gain / tl.where(some, exps, 1.0))[:, None]
+    gain = tl.full([1, 1], GAIN, wide)
+    total = total * (gain / tl.where(some, exps, 1.0))
     store_rows(out, out_strides, total, first_row, n_rows, width, R, D)
-    log = tl.where(some, largest + tl.log(tl.where(some, exps, 1.0)), float("inf"))
+    log = tl.where(some, largest + tl.log2(tl.where(some, exps, 1.0)), float("inf"))
     tl.store(lse + pair * n_rows + row, log, row < n_rows)
+
+
+@triton.jit(do_not_specialize=["first_key"])
+def hash_keys(counter, out, first_key, n_columns, COLUMNS: tl.constexpr):
+    """Computes the hashes of keys for `drop`, which would cost each tile more than all else."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    _, key_high, _ = load_counter(counter)
+    hashes = hash_column(first_key + column.to(tl.int64), key_high)
+    tl.store(out + column, hashes.to(tl.int32), column < n_columns)
 
 
 def launch_attention(
@@ -139,7 +161,7 @@ def launch_attention(
 
     Returns:
         The result [b, n, s, d], in memory [b, s, n, d], and for the backward pass one number per
-        query [b, n, s]: the logarithm of the sum of its scores' exponentials.
+        query [b, n, s]: the base-2 logarithm of the sum of its scores' exponentials.
     """
     masks, settings = masks_and_settings[:4], Settings(*masks_and_settings[4:])
     q, k, v = map(_with_whole_rows, (q, k, v))
@@ -151,12 +173,12 @@ def launch_attention(
             q,
             k,
             v,
-            *_masks(q, *masks),
+            *_masks(q, k, settings, *masks),
             out,
             lse,
             *(x.stride()[:3] for x in (q, k, v, out)),
             _sizes(q, k),
-            *(settings.first_head, settings.first_query, settings.first_key),
+            *(settings.first_head, settings.first_query),
             **_constants(settings, *masks),
             **tiles,
         )
@@ -186,27 +208,28 @@ def launch_attention_backward(
     heads, of_keys = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     n_rows, n_columns = triton.cdiv(sizes[2], tiles["R"]), triton.cdiv(sizes[3], tiles["C"])
     constants = {**_constants(settings, *masks), **tiles}
-    inputs = (q, k, v, *_masks(q, *masks))
+    inputs = (q, k, v, *_masks(q, k, settings, *masks))
+    hashes = torch.empty_like(lse, dtype=torch.int32)  # of queries, for the later kernels
 
     def after(*tensors: Tensor) -> tuple[Any, ...]:
-        """Returns the arguments that follow the tensors: strides, sizes and first indices."""
-        first = settings.first_head, settings.first_query, settings.first_key
-        return *(x.stride()[:3] for x in tensors), sizes, *first
+        """Returns the arguments that follow the tensors: strides and sizes."""
+        return *(x.stride()[:3] for x in tensors), sizes
 
     backward_queries[(heads * n_rows,)](
-        *(*inputs, out, grad, lse, delta, grad_q),
+        *(*inputs, out, grad, lse, delta, hashes, grad_q),
         *after(q, k, v, out, grad, grad_q),
+        *(settings.first_head, settings.first_query),
         **constants,
     )
     places = q if key_documents is None else key_documents.contiguous()
     backward_keys[(of_keys * n_columns,)](
-        *(*inputs, places, grad, lse, delta, grad_k, grad_v),
+        *(*inputs, places, grad, lse, delta, hashes, grad_k, grad_v),
         *after(q, k, v, grad, grad_k, grad_v),
         **constants,
     )
     if grad_bias.numel():
         backward_bias[(q.shape[1] * n_rows * n_columns,)](
-            *(*inputs, grad, lse, delta, grad_bias),
+            *(*inputs, grad, lse, delta, hashes, grad_bias),
             *after(q, k, v, grad),
             **constants,
         )
@@ -250,13 +273,18 @@ def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _masks(q: Tensor, *masks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _masks(q: Tensor, k: Tensor, settings: Settings, *masks: Tensor | None) -> tuple[Tensor, ...]:
     """Returns the masks as the kernels read them; q takes the place of a missing one."""
     valid, bias, documents, counter = masks
     mask = q if valid is None else valid.contiguous().view(torch.uint8)
     added = q if bias is None else bias.contiguous()
     bounds = q if documents is None else documents.contiguous()
-    return mask, added, bounds, q if counter is None else counter
+    hashes = q
+    if counter is not None and settings.p:
+        n = k.shape[2]
+        hashes = torch.empty(n, dtype=torch.int32, device=q.device)
+        hash_keys[(triton.cdiv(n, 1024),)](counter, hashes, settings.first_key, n, COLUMNS=1024)
+    return mask, added, bounds, q if counter is None else counter, hashes
 
 
 def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:

@@ -37,7 +37,11 @@ def _masked(
     joined = hash_index(tl.zeros([ROWS], tl.uint32), first_sample + row // n_tokens)
     token = row % n_tokens
     joined = hash_index(joined, first_token + token + tl.where(token >= split, skipped, 0))
-    keep = kept(hash_row(joined, key_low), hash_column(first_column + column, key_high), THRESHOLD)
+    keep = kept(
+        hash_row(joined, key_low)[:, None],
+        hash_column(first_column + column, key_high)[None, :],
+        THRESHOLD,
+    )
     place = row[:, None] * n_columns + column[None, :]
     inside = (row < n_rows)[:, None] & (column < n_columns)[None, :]
     values = tl.load(x + place, inside, 0.0)

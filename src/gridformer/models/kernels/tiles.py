@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 # The random bits of `gridformer.utils.rng`, which computes with 32-bit words held in int64. Here
 # they are uint32, whose products wrap at 2^32 as `rng` masks them to it: the integers are the same.
 
@@ -60,8 +62,8 @@ def hash_column(column, key_high):
 
 @triton.jit
 def kept(rows, columns, THRESHOLD: tl.constexpr):
-    """`rng.keep` for each pair of the hash of a row [R] and of a column [C], bool [R, C]."""
-    return mix(rows[:, None] ^ columns[None, :]).to(tl.int64) >= THRESHOLD
+    """`rng.keep` for each pair of the hash of a row and of a column, which are broadcast."""
+    return mix(rows ^ columns) > THRESHOLD - 1
 
 
 # --------------------------------------------------------------------------- tiles of attention
@@ -99,8 +101,8 @@ def product(a, b, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def scores(
-    q,
-    k,
+    a,
+    b,
     valid,
     bias,
     documents,
@@ -115,65 +117,95 @@ def scores(
     BIAS: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Returns the scores of a tile [R, C]; minus infinity where a query does not see a key.
+    """Returns a tile of scores / SCALE; minus infinity where a query does not see a key.
 
     Args:
+        a, b: Queries and keys, or keys and queries for the transposed tile.
         valid: Pointer to the sample's mask of keys [n_columns], if `VALID`.
         bias: Pointer to the head's bias [n_rows, n_columns], if `BIAS`.
         documents: Pointer to where the documents of the sample's queries begin and end among its
             keys [2, n_rows], if `DOCUMENTS`.
+        row, column: The queries and the keys of the tile, [R, 1] and [1, C] or the transposes.
+        MASKED: Whether a query may not see a key of the tile.
     """
-    wide: tl.constexpr = tl.float64 if q.dtype == tl.float64 else tl.float32
-    x = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], wide), PRECISION)
-    x = x * tl.full([1, 1], SCALE, wide)
-    seen = (column < n_columns)[None, :]
+    wide: tl.constexpr = tl.float64 if a.dtype == tl.float64 else tl.float32
+    x = product(a, tl.trans(b), tl.zeros([a.shape[0], b.shape[0]], wide), PRECISION)
+    seen = column < n_columns
     if BIAS:
-        place = row[:, None].to(tl.int64) * n_columns + column[None, :]
-        x += tl.load(bias + place, (row < n_rows)[:, None] & seen, 0.0).to(x.dtype)
-    if VALID:
-        kept = (tl.load(valid + column, column < n_columns, 0) != 0)[None, :]
-        if WINDOW > 0:  # a padded query, whose window may hold only padding, sees itself
-            kept = kept | (column[None, :] == row[:, None] + (n_columns - n_rows))
-        seen = seen & kept
-    if CAUSAL:  # the last query is at the position of the last key
-        seen = seen & (column[None, :] <= row[:, None] + (n_columns - n_rows))
-        if WINDOW > 0:
-            seen = seen & (column[None, :] > row[:, None] + (n_columns - n_rows - WINDOW))
-    if DOCUMENTS:
-        begin = tl.load(documents + row, row < n_rows, 0)
-        end = tl.load(documents + n_rows + row, row < n_rows, 0)
-        seen = seen & (column[None, :] >= begin[:, None]) & (column[None, :] < end[:, None])
-    return tl.where(seen, x, float("-inf"))
+        place = row.to(tl.int64) * n_columns + column
+        added = tl.load(bias + place, (row < n_rows) & seen, 0.0).to(wide)
+        x += added * tl.full([1, 1], 1 / SCALE, wide)
+    if MASKED:
+        if VALID:
+            kept = tl.load(valid + column, seen, 0) != 0
+            if WINDOW > 0:  # a padded query, whose window may hold only padding, sees itself
+                kept = kept | (column == row + (n_columns - n_rows))
+            seen = seen & kept
+        if CAUSAL:  # the last query is at the position of the last key
+            seen = seen & (column <= row + (n_columns - n_rows))
+            if WINDOW > 0:
+                seen = seen & (column > row + (n_columns - n_rows - WINDOW))
+        if DOCUMENTS:
+            begin = tl.load(documents + row, row < n_rows, 0)
+            end = tl.load(documents + n_rows + row, row < n_rows, 0)
+            seen = seen & (column >= begin) & (column < end)
+        x = tl.where(seen, x, float("-inf"))
+    return x
 
 
 @triton.jit
-def within(documents, begin, end, start, size, length, TILE: tl.constexpr):
-    """Shrinks a range of tiles, [begin, end) in steps of TILE, to documents of `size` positions.
+def exponential(x, log, SCALE: tl.constexpr):
+    """Returns exp(x * SCALE) / 2^log, with one addition to a product and one power of two."""
+    wide: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
+    return tl.exp2(x * tl.full([1, 1], SCALE * LOG2_E, wide) - log)
+
+
+@triton.jit
+def within(documents, begin, end, low, high, start, size, length, TILE: tl.constexpr):
+    """Shrinks ranges to documents of `size` positions: of tiles, and of what all of them see.
 
     Args:
         documents: Pointer to where the documents of the sample's positions begin and end in the
             range [2, length].
+        begin, end: The range of tiles in steps of TILE.
+        low, high: The range that needs no mask.
     """
     last = tl.minimum(start + size, length) - 1
-    first = tl.load(documents + start) // TILE * TILE
-    return tl.maximum(begin, first), tl.minimum(end, tl.load(documents + length + last))
+    first, first_of_last = tl.load(documents + start), tl.load(documents + last)
+    after, after_last = tl.load(documents + length + start), tl.load(documents + length + last)
+    begin, end = tl.maximum(begin, first // TILE * TILE), tl.minimum(end, after_last)
+    return begin, end, tl.maximum(low, first_of_last), tl.minimum(high, after)
 
 
 @triton.jit
-def dropout_key(counter, THRESHOLD: tl.constexpr):
-    """Returns the two halves of a key and the index of the first sample; zeros without dropout."""
-    key = (tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64))
-    if THRESHOLD > 0:
-        key = load_counter(counter)
-    return key
+def whole_tiles(begin, end, low, high, TILE: tl.constexpr):
+    """Returns the range of those tiles from `begin` to `end` that lie from `low` to `high`."""
+    first = tl.minimum(tl.maximum(begin, tl.cdiv(tl.maximum(low, 0), TILE) * TILE), end)
+    return first, tl.maximum(first, tl.minimum(end, tl.maximum(high, 0) // TILE * TILE))
 
 
 @triton.jit
-def drop(x, sample, head, row, column, key_low, key_high, THRESHOLD: tl.constexpr):
-    """Zeroes elements of a tile [R, C] where dropout drops a probability, by global indices."""
+def row_hashes(counter, sample, head, row, THRESHOLD: tl.constexpr):
+    """Returns the hashes of queries of a head, given global indices but that of the sample."""
+    hashes = row.to(tl.uint32)
     if THRESHOLD > 0:
-        joined = hash_index(tl.zeros_like(row).to(tl.uint32), sample)
-        rows = hash_row(hash_index(hash_index(joined, head), row.to(tl.int64)), key_low)
-        x = tl.where(kept(rows, hash_column(column.to(tl.int64), key_high), THRESHOLD), x, 0.0)
+        key_low, _, first_sample = load_counter(counter)
+        joined = hash_index(hash_index(tl.cast(0, tl.uint32), first_sample + sample), head)
+        hashes = hash_row(hash_index(joined, row.to(tl.int64)), key_low)
+    return hashes
+
+
+@triton.jit
+def drop(x, of_queries, of_keys, column, n_columns, THRESHOLD: tl.constexpr):
+    """Zeroes elements of a tile where dropout drops a probability.
+
+    Args:
+        of_queries: The hashes of the tile's queries.
+        of_keys: Pointer to the hashes of all keys.
+    """
+    if THRESHOLD > 0:
+        hashes = tl.load(of_keys + column, column < n_columns, 0).to(tl.uint32)
+        x = tl.where(kept(of_queries.to(tl.uint32), hashes, THRESHOLD), x, 0.0)
     return x
