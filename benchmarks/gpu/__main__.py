@@ -6,7 +6,7 @@
     python -m benchmarks.gpu single --model smollm2-135m --layers 6 --device cpu \\
         --dtype float32 --modes eager --batch 2 --seq-len 256 --steps 2       a Llama on a CPU
     python -m benchmarks.gpu schemes                     4 processes share the GPU:   3 minutes
-    python -m benchmarks.gpu tiles                       tiles of attention with dropout: 1 minute
+    python -m benchmarks.gpu tiles                       tiles of attention with dropout, and PyTorch's kernels: 1 minute
     python -m benchmarks.gpu host-time                   Python's time, without a GPU: 2 minutes
 
 Each command prints Markdown that names the device, the versions and the command; `--out FILE` also
@@ -200,6 +200,7 @@ def tiles(
     """Measure attention with dropout with other sizes of its kernels' tiles."""
     place, report = _begin(device), Report(out, numbers)
     report.heading("Tiles of attention with dropout", place, quick)
+    attention_tiles.measure_backends(place, quick, report)
     attention_tiles.measure(place, quick, limit_s, report)
 
 

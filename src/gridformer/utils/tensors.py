@@ -126,13 +126,13 @@ class DeviceEvent:
 
 
 def measured(
-    runs: Mapping[str, Callable[[], object]], device: torch.device, repeats: int = 5
-) -> dict[str, float]:
+    runs: Mapping[T, Callable[[], object]], device: torch.device, repeats: int = 5
+) -> dict[T, float]:
     """Returns the median seconds of each run on a device, without runs that raise an error.
 
     All are repeated in turn, so that a clock that changes meanwhile changes all times.
     """
-    times: dict[str, list[float]] = {}
+    times: dict[T, list[float]] = {}
     for name, run in runs.items():
         try:
             run()  # what is compiled or loaded first does not count

@@ -96,13 +96,52 @@ def test_attention_compiles(
     assert 0 < used <= SHARED_MEMORY[architecture]
 
 
+def test_the_fastest_tiles_are_used(compiler: InProcess) -> None:
+    """Those of a run that must not depend on measured times are always the first ones."""
+    chosen, again, fixed, measurements = compiler(choose_tiles)
+    assert (chosen, again, fixed) == (2, 2, 0)
+    assert measurements == 1, "they are measured once, however a kernel is called"
+
+
+def choose_tiles() -> tuple[int, int, int, int]:
+    from types import SimpleNamespace
+
+    from gridformer.models.kernels import flash
+
+    counts = []
+
+    def times(runs: Any, device: Any) -> dict[int, float]:
+        counts.append(len(runs))
+        return {1: 2.0, 2: 1.0, 3: 1.5}  # the first one did not run
+
+    q: Any = SimpleNamespace(
+        shape=(2, 3, 100, 64),
+        dtype=torch.bfloat16,
+        device=torch.device("cuda", 0),
+        element_size=lambda: 2,
+    )
+    tiles = flash.tile_sizes(q, "forward")
+
+    def choice() -> int:
+        return tiles.index(flash.fastest_tiles("forward", q, 100, (1.0,), lambda tiles: None))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash, "measured", times)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        first = choice()
+        q.shape = 2, 3, 90, 64  # about the same work
+        again = choice()
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        return first, again, choice(), len(counts)
+
+
 def compile_attention(name: str, dtype: torch.dtype, head_dim: int, architecture: int) -> int:
     from gridformer.models.kernels import flash, flash_backward
     from gridformer.models.kernels.attention import Settings
 
     kernel = getattr(flash if name == "forward" else flash_backward, name)
     q = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta")
-    tiles = flash.tile_sizes(q, forward=name == "forward")
+    tiles = flash.tile_sizes(q, name)[0]
     options = {option: tiles.pop(option) for option in ("num_warps", "num_stages")}
     one, settings = torch.ones(1), Settings(True, head_dim**-0.5, 0, 0.1, 100)
     constants = flash._constants(settings, one, one, one, None) | tiles

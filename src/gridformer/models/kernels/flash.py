@@ -6,6 +6,8 @@ on global indices alone, masks of padding, and a learned bias of scores.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from gridformer.models.kernels.tiles import (
     whole_tiles,
     within,
 )
+from gridformer.utils.tensors import measured
 
 
 @triton.jit(do_not_specialize=["first_head", "first_query"])
@@ -166,22 +169,11 @@ def launch_attention(
     masks, settings = masks_and_settings[:4], Settings(*masks_and_settings[4:])
     q, k, v = map(_with_whole_rows, (q, k, v))
     out, lse = empty_heads(q), empty_lse(q)
-    tiles = tile_sizes(q, forward=True)
-    grid = (q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], tiles["R"]),)
     if lse.numel():
-        forward[grid](
-            q,
-            k,
-            v,
-            *_masks(q, k, settings, *masks),
-            out,
-            lse,
-            *(x.stride()[:3] for x in (q, k, v, out)),
-            _sizes(q, k),
-            *(settings.first_head, settings.first_query),
-            **_constants(settings, *masks),
-            **tiles,
-        )
+        tensors = q, k, v, *_masks(q, k, settings, *masks), out, lse
+        strides = (x.stride()[:3] for x in (q, k, v, out))
+        first = settings.first_head, settings.first_query
+        _launch(forward, q, k, (*tensors, *strides, _sizes(q, k), *first), settings, masks)
     return out, lse
 
 
@@ -204,42 +196,41 @@ def launch_attention_backward(
     if not lse.numel():
         return grad_q, grad_k.zero_(), grad_v.zero_(), grad_bias.zero_()
     delta = torch.empty_like(lse)
-    tiles, sizes = tile_sizes(q, forward=False), _sizes(q, k)
-    heads, of_keys = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
-    n_rows, n_columns = triton.cdiv(sizes[2], tiles["R"]), triton.cdiv(sizes[3], tiles["C"])
-    constants = {**_constants(settings, *masks), **tiles}
-    inputs = (q, k, v, *_masks(q, k, settings, *masks))
     hashes = torch.empty_like(lse, dtype=torch.int32)  # of queries, for the later kernels
+    inputs = (q, k, v, *_masks(q, k, settings, *masks))
 
-    def after(*tensors: Tensor) -> tuple[Any, ...]:
-        """Returns the arguments that follow the tensors: strides and sizes."""
-        return *(x.stride()[:3] for x in tensors), sizes
+    def launch(kernel: Any, tensors: tuple[Tensor, ...], strided: tuple[Tensor, ...], *more: int):
+        strides = (x.stride()[:3] for x in (q, k, v, *strided))
+        arguments = (*inputs, *tensors, *strides, _sizes(q, k), *more)
+        _launch(kernel, q, k, arguments, settings, masks)
 
-    backward_queries[(heads * n_rows,)](
-        *(*inputs, out, grad, lse, delta, hashes, grad_q),
-        *after(q, k, v, out, grad, grad_q),
-        *(settings.first_head, settings.first_query),
-        **constants,
-    )
+    of_query = lse, delta, hashes
+    first = settings.first_head, settings.first_query
+    launch(backward_queries, (out, grad, *of_query, grad_q), (out, grad, grad_q), *first)
     places = q if key_documents is None else key_documents.contiguous()
-    backward_keys[(of_keys * n_columns,)](
-        *(*inputs, places, grad, lse, delta, hashes, grad_k, grad_v),
-        *after(q, k, v, grad, grad_k, grad_v),
-        **constants,
-    )
+    tensors = places, grad, *of_query, grad_k, grad_v
+    launch(backward_keys, tensors, (grad, grad_k, grad_v))
     if grad_bias.numel():
-        backward_bias[(q.shape[1] * n_rows * n_columns,)](
-            *(*inputs, grad, lse, delta, hashes, grad_bias),
-            *after(q, k, v, grad),
-            **constants,
-        )
+        launch(backward_bias, (grad, *of_query, grad_bias), (grad,))
     return grad_q, grad_k, grad_v, grad_bias
 
 
-def tile_sizes(q: Tensor, forward: bool) -> dict[str, int]:
-    """Returns the sizes of tiles and how many threads and buffers a program has.
+# Queries, keys, warps and stages of tiles of half types; the first are used where nothing is
+# measured. On an H100 more than four warps for 64 rows of a product compute what others compute:
+# rows are queries, but keys in `backward_keys`.
+TILES = {
+    "forward": ((128, 64, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 2)),
+    "backward_queries": ((64, 64, 4, 2), (128, 64, 8, 2), (128, 128, 8, 2), (64, 32, 4, 3)),
+    "backward_keys": ((32, 64, 4, 2), (64, 64, 4, 2), (64, 128, 8, 2), (64, 64, 4, 3)),
+    "backward_bias": ((64, 64, 4, 2),),
+}
+_FASTEST: dict[tuple[Any, ...], dict[str, int]] = {}
 
-    They fit into the 99 KiB of shared memory that the smallest supported GPUs have.
+
+def tile_sizes(q: Tensor, name: str) -> list[dict[str, int]]:
+    """Returns sizes of a kernel's tiles, and how many threads and buffers a program has.
+
+    The first ones fit into the 99 KiB of shared memory that the smallest supported GPUs have.
 
     Returns:
         The constants of the kernels: `D`, the width of a tile, at least d; `R` and `C`, its numbers
@@ -248,9 +239,57 @@ def tile_sizes(q: Tensor, forward: bool) -> dict[str, int]:
     width = max(16, triton.next_power_of_2(q.shape[-1]))
     n_bytes = width * q.element_size()  # of a row
     if n_bytes > 256:
-        return {"D": width, "R": 32, "C": 32, "num_warps": 4, "num_stages": 1}
-    rows = 128 if forward and n_bytes <= 128 else 64
-    return {"D": width, "R": rows, "C": 64, "num_warps": 8, "num_stages": 2}
+        tiles: tuple[tuple[int, ...], ...] = ((32, 32, 4, 1),)
+    elif q.element_size() > 2:
+        tiles = ((128 if name == "forward" and n_bytes <= 128 else 64, 64, 8, 2),)
+    else:
+        tiles = TILES[name]
+    return [{"D": width, **dict(zip(("R", "C", "num_warps", "num_stages"), t))} for t in tiles]
+
+
+def _launch(
+    kernel: Any,
+    q: Tensor,
+    k: Tensor,
+    arguments: tuple[Any, ...],
+    settings: Settings,
+    masks: tuple[Tensor | None, ...],
+) -> None:
+    """Launches a kernel with the tiles that were the fastest for such tensors."""
+    name, constants = kernel.fn.__name__, _constants(settings, *masks)
+    (b, n, s, _), (_, m, seen, _) = q.shape, k.shape
+
+    def run(tiles: dict[str, int]) -> None:
+        of_queries, of_keys = triton.cdiv(s, tiles["R"]), triton.cdiv(seen, tiles["C"])
+        programs = {"backward_keys": b * m * of_keys, "backward_bias": n * of_queries * of_keys}
+        kernel[(programs.get(name, b * n * of_queries),)](*arguments, **constants, **tiles)
+
+    run(fastest_tiles(name, q, seen, tuple(constants.values()), run))
+
+
+def fastest_tiles(
+    name: str, q: Tensor, keys: int, constants: tuple[Any, ...], run: Callable[[Any], None]
+) -> dict[str, int]:
+    """Returns the tiles with which a kernel is the fastest, measured when it is first needed.
+
+    Results differ by rounding between tiles, so the first ones are taken where they must not depend
+    on measured times. Ranks may choose differently, because none repeats what another computes.
+
+    Args:
+        run: Runs the kernel with some tiles. It may be called often.
+    """
+    tiles = tile_sizes(q, name)
+    fixed = (
+        len(tiles) == 1 or q.device.type != "cuda" or torch.are_deterministic_algorithms_enabled()
+    )
+    if fixed or torch.cuda.is_current_stream_capturing():
+        return tiles[0]
+    sizes = (triton.next_power_of_2(n) for n in (q.shape[0] * q.shape[1], q.shape[2], keys))
+    key = (name, q.device, q.dtype, q.shape[3], *sizes, *constants)
+    if key not in _FASTEST:
+        times = measured({i: partial(run, one) for i, one in enumerate(tiles)}, q.device)
+        _FASTEST[key] = tiles[min(times, key=times.__getitem__, default=0)]
+    return _FASTEST[key]
 
 
 def _constants(settings: Settings, *masks: Tensor | None) -> dict[str, Any]:
