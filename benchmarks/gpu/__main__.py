@@ -6,7 +6,7 @@
     python -m benchmarks.gpu single --model smollm2-135m --layers 6 --device cpu \\
         --dtype float32 --modes eager --batch 2 --seq-len 256 --steps 2       a Llama on a CPU
     python -m benchmarks.gpu schemes                     4 processes share the GPU:   3 minutes
-    python -m benchmarks.gpu tiles                       tiles of attention with dropout, and PyTorch's kernels: 1 minute
+    python -m benchmarks.gpu tiles                       kernels of attention, and tiles: 1 minute
     python -m benchmarks.gpu host-time                   Python's time, without a GPU: 2 minutes
 
 Each command prints Markdown that names the device, the versions and the command; `--out FILE` also

@@ -11,18 +11,17 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal, SupportsFloat
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.report import Report, median, phrase, seconds_of, synchronize
 from benchmarks.gpu.sides import Gridformer, HFCompile, HuggingFace, Side
 from benchmarks.gpu.torchtitan_side import Torchtitan, torchtitan_runs
 from gridformer.config import ModelConfig, TrainConfig
+from gridformer.train.attention import attending
 
 Attention = Literal["auto", "flash", "cudnn", "efficient"]
 Mode = Literal["eager", "compiled"]
@@ -118,7 +117,7 @@ def compare(
         ValueError: No batch fits into the device's memory.
         RuntimeError: No side runs in any mode.
     """
-    with attention_kernel(settings.attention):
+    with attending(settings.attention):
         for b in settings.batches:
             arena = _try(settings, b, device, report)
             if arena is not None:
@@ -288,16 +287,3 @@ class Arena:
             loss, norm = side.step(number, self.batches[number % N_BATCHES])
             losses.append(loss)
             norms.append(norm)
-
-
-def attention_kernel(attention: Attention) -> AbstractContextManager[object]:
-    """Prefer one of torch's fused attention kernels, with the following ones as fallback."""
-    if attention == "auto":
-        return contextlib.nullcontext()
-    named = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }
-    first = named.pop(attention)
-    return sdpa_kernel([first, *named.values(), SDPBackend.MATH], set_priority=True)

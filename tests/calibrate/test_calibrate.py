@@ -12,6 +12,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from gridformer.calibrate import device, messages
+from gridformer.calibrate import operations as calibrated
 from gridformer.calibrate.device import Measurements, cpu_seconds, n_copies, typical_host
 from gridformer.calibrate.messages import group_sizes, message_seconds
 from gridformer.calibrate.operations import Run, cpu_cases, gpu_cases, operations, quick_cases
@@ -20,8 +21,29 @@ from gridformer.cluster.costs import KernelWork, kernel_s
 from gridformer.cluster.file import load_cluster
 from gridformer.cluster.messages import MessageWork, message_s
 from gridformer.mesh.axes import Axis
+from gridformer.train.attention import Shape
 from gridformer.utils.errors import UserError
 from tests.support.commands import gridformer_alone
+
+
+def test_attention_is_measured_as_auto_would_compute_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs the kernels compete for each shape, and both passes use the fastest."""
+    asked = []
+
+    def times(names: object, shapes: list[Shape], *_: object) -> dict[str, float]:
+        asked.append(shapes)
+        return {"flash": 2.0, "math": 1.0}
+
+    monkeypatch.setattr(calibrated, "times_of", times)
+    enabled = torch.backends.cuda.flash_sdp_enabled
+    both = [one for one in operations(quick_cases(gpu_cases()), False, True) if "sdpa" in str(one)]
+    for one in both:
+        with one.within(torch.device("cpu")):
+            assert enabled()
+        with one.within(torch.device("cuda", 0)):
+            assert not enabled()
+    assert len(both) == 2
+    assert asked == [[Shape(2, 2, 2, 16, 16, 8, True)]]
 
 
 def test_a_calibrated_machine_is_a_cluster_file_with_times_that_are_positive(

@@ -215,7 +215,8 @@ def _guarded(
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             if operation.n_bytes > 0.9 * free:
                 raise MemoryError(f"needs {operation.n_bytes / GIB:.1f} GiB")
-        return timed(lambda: operation.build(device))
+        with operation.within(device):
+            return timed(lambda: operation.build(device))
     except Exception as error:
         if device.type == "cuda":
             torch.cuda.empty_cache()

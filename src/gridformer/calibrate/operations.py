@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Literal
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gridformer.cluster.tables import AttentionRow, MemoryRow, ProductRow
+from gridformer.train.attention import MEASURED, Shape, attending, times_of
 
 KIB, MIB = 2**10, 2**20
 _WIDTH = 1024  # elements in a row of what is normalized
@@ -144,12 +146,14 @@ class Operation:
         n_bytes: About the memory that it needs.
         flop: Floating-point operations; 0 for memory-bound kernels.
         build: Creates the operands on a device, and returns what is timed.
+        within: Returns the context in which it is built and timed.
     """
 
     row: ProductRow | AttentionRow | MemoryRow
     n_bytes: float
     flop: float
     build: Callable[[torch.device], Run]
+    within: Callable[[torch.device], AbstractContextManager[object]] = nullcontext
 
     @property
     def table(self) -> str:
@@ -267,12 +271,25 @@ def _attention(op: str, shape: AttentionShape, dtype: str) -> Iterator[Operation
         out = forward()  # of which the backward pass is timed
         return partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
 
+    def within(device: torch.device) -> AbstractContextManager[object]:
+        measured = op == "sdpa" and device.type == "cuda"
+        return attending(_fastest(shape, dtype, device) if measured else "auto")
+
     for backward in (False, True):
         row = AttentionRow(op, dtype, 1, *shape, backward, 1.0)
         flop = 4.0 * batch * heads * queries * keys * width
         flop *= (2.5 if backward else 1.0) * (0.5 if causal else 1.0)
         n_bytes = 32.0 * batch * heads * (queries + keys) * width
-        yield Operation(row, n_bytes, flop, partial(build, backward=backward))
+        yield Operation(row, n_bytes, flop, partial(build, backward=backward), within)
+
+
+@cache
+def _fastest(shape: AttentionShape, dtype: str, device: torch.device) -> str:
+    """Returns the kernel of attention that `train.attention: auto` would choose for a shape."""
+    batch, heads, queries, keys, width, causal = shape
+    shapes = [Shape(batch, heads, heads, queries, keys, width, causal)]
+    times = times_of(MEASURED, shapes, torch_dtype(dtype), device)
+    return min(times, key=times.__getitem__, default="auto")
 
 
 # --------------------------------------------------------------------------- memory-bound kernels

@@ -95,8 +95,8 @@ def times_of(
     operands = []
     for b, n, m, s, seen, d, causal in shapes:
         sizes = (b, s, n, d), (b, seen, m, d), (b, seen, m, d)
-        qkv = [torch.randn(size, dtype=dtype, device=device).transpose(1, 2) for size in sizes]
-        operands.append((*(x.requires_grad_() for x in qkv), causal))
+        q, k, v = (torch.randn(size, dtype=dtype, device=device).transpose(1, 2) for size in sizes)
+        operands.append((q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), causal))
     try:
         return measured({name: partial(_attend, name, operands) for name in names}, device)
     finally:
