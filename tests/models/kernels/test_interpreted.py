@@ -91,7 +91,7 @@ def run_dropout() -> tuple[Tensor, Tensor]:
 # --------------------------------------------------------------------------- attention
 
 
-QUICK_ATTENTION = {"everything", "documents", "documents of two rows"}
+QUICK_ATTENTION = {"everything", "wide window", "documents", "documents of two rows"}
 
 
 @pytest.mark.parametrize("name", full_unless(QUICK_ATTENTION.__contains__, kernels.ATTENTION))

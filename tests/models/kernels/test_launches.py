@@ -47,6 +47,8 @@ class Launches(TorchDispatchMode):
         views = any(x.alias_info and not x.alias_info.is_write for x in func._schema.returns)
         if func.namespace != "prim" and not (views or "empty" in name or name == "_unsafe_view"):
             self.of[name] += 1
+            if name.startswith("attention") and args[6 + name.endswith("backward")] is not None:
+                self.of["hash_keys"] += 1  # of dropout
             if name == "attention_backward":  # of queries, of keys and values, of the bias
                 self.of[name] += 2 if args[-1] else 1
         return func(*args, **(kwargs or {}))
