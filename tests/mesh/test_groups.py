@@ -84,7 +84,7 @@ def counted(rank: int, size: int) -> Iterator[list[Call]]:
 def everything(layout: LayoutConfig) -> Axes:
     """Create all groups of a run: axes, the pipeline's messages, shared parameters, objects."""
     axes = build_axes(layout, "cuda")
-    P2PChannel(axes, ring=layout.stages_per_rank > 1)
+    P2PChannel(axes, ring=layout.pipeline_order == "interleaved")
     axes.make_holders([(0, layout.pp - 1)])
     objects_group()
     return axes

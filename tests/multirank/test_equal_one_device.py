@@ -344,6 +344,7 @@ def pipelines() -> Iterator[Case]:
 
 
 ZERO_BUBBLE: Layout = {"pipeline": "zb_h1"}
+V_SHAPED: Layout = {"pipeline": "zbv", "stages_per_rank": 2}
 # One of each scheme, with every mode of replicas, models of each kind, and four stages.
 QUICK_ZERO_BUBBLE = {
     Cell("GPT-2", "single", 4, "none", True),
@@ -367,14 +368,18 @@ def zero_bubble() -> Iterator[Case]:
         if quick or (cell.pp > 1 and cell.dropout and n_of_cell(cell) <= 4):
             layout = {**cell.layout, **ZERO_BUBBLE, "micro_batches": 2 * cell.pp}
             yield Case(f"split {cell.title}", layout, cell.config, SETTINGS, quick, cell.task)
+            layout, deep = {**layout, **V_SHAPED}, {**cell.config, "n_layers": 2 * cell.pp - 1}
+            yield Case(f"V {cell.title}", layout, deep, SETTINGS, quick, cell.task)
     sizes = {"n_layers": 3, "max_seq_len": 12, "dropout": 0.1, "attention_dropout": 0.1}
     for method in ("full", "selective", "some layers", "clip_by_layer", "offload"):
         for kind in ({}, SHORT_LINE, {**SQUARE, "keep_gathered": "none"}):
             quick = (method, kind) in (("full", SHORT_LINE), ("some layers", {}))
             train = {**SETTINGS, **METHODS[method]}
             yield Case(f"split {method}", pipe(2, 4, **ZERO_BUBBLE, **kind), sizes, train, quick)
+            yield Case(f"V {method}", pipe(2, 4, **V_SHAPED, **kind), sizes, train, quick)
     more = [pipe(2, 4, **ZERO_BUBBLE, **SYNC), pipe(4, 6, **ZERO_BUBBLE, **SYNC)]
     more += [pipe(2, 4, **ZERO_BUBBLE, **{**SYNC, **over}) for over in ({"reshard": "step"},)]
+    more += [pipe(2, 2, **V_SHAPED, **SYNC), pipe(3, 4, **V_SHAPED)]
     yield from cases("split", more, more[:1], sizes)
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 
+from gridformer.config import LayoutConfig
 from gridformer.parallel.pipeline.schedules import actions_of
 from gridformer.plan.replay import Await, Item, ReadBack, Run, Send, Spent, StuckError, replay
 from gridformer.plan.replay_cpu import replay_cpu
@@ -116,7 +117,7 @@ def test_programs_that_wait_for_each_other_are_refused(on_cpu: bool) -> None:
 def pipeline(p: int, m: int, travel_s: float) -> dict[int, list[Item]]:
     """Return 1F1B with passes of 1 and 2 seconds; each direction has a group of its own."""
     programs = {}
-    for rank, actions in enumerate(actions_of("1f1b", p, 1, m)):
+    for rank, actions in enumerate(actions_of(LayoutConfig(pp=p, pipeline="1f1b"), m)):
         items: list[Item] = []
         for action in actions:
             forward = action.kind == "forward"

@@ -55,7 +55,7 @@ def _scheme(name: str) -> str:
 
 
 Scheme = Annotated[str, AfterValidator(_scheme), WithJsonSchema({"enum": [*_OURS]})]
-PipelineOrder = Literal["gpipe", "1f1b", "interleaved", "zb_h1"]
+PipelineOrder = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv"]
 
 
 class LayoutConfig(Config):
@@ -105,12 +105,14 @@ class LayoutConfig(Config):
     pp: int = Field(default=1, ge=1, le=MOST_PROCESSES)
     """The model is divided over this number of pipeline-parallel ranks."""
     stages_per_rank: int = Field(default=1, ge=1, le=MOST_LAYERS)
-    """Each pipeline rank holds this number of stages. More than 1 interleaves them."""
-    pipeline: Literal["auto", "gpipe", "1f1b", "interleaved", "zb_h1"] = "auto"
+    """Each pipeline rank holds this number of stages. More than 1 interleaves them, unless pipeline
+    is zbv."""
+    pipeline: Literal["auto", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv"] = "auto"
     """The pipeline schedule is the order in which stages process micro-batches. auto means
     interleaved with several stages per rank, gpipe with fewer micro-batches than stages, and 1f1b
     otherwise. zb_h1 is 1f1b whose backward passes leave the gradients of weights for later, when a
-    rank would wait."""
+    rank would wait. zbv does so with two stages per rank, which lie there and back: the first rank
+    holds the first stage and the last one."""
     micro_batches: int = Field(default=1, ge=1, le=MOST_PROCESSES)
     """The batch of each replica is divided into this number of micro-batches (m). They go through
     the model one after the other, and their gradients are accumulated."""
@@ -194,6 +196,35 @@ class LayoutConfig(Config):
     def n_stages(self) -> int:
         """The pipeline stages of all ranks together."""
         return self.pp * self.stages_per_rank
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The index along `pp` of the rank that holds each stage; with `zbv` they form a V."""
+        ranks = [*range(self.pp)]
+        return (
+            *ranks,
+            *(ranks[::-1] if self.pipeline == "zbv" else ranks * (self.stages_per_rank - 1)),
+        )
+
+    def stages_on(self, rank: int) -> list[int]:
+        """Returns the stages that a rank holds, given its index along `pp`."""
+        return [stage for stage, there in enumerate(self.stage_ranks) if there == rank]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward passes leave the gradients of weights to passes of their own."""
+        return self.pipeline in ("zb_h1", "zbv")
+
+    @property
+    def ideal_idle(self) -> float:
+        """The idle time of a pipeline relative to computing time, if all passes take equal times.
+
+        A backward pass that is not split takes twice as long as a forward pass.
+        """
+        idle, m = self.pp - 1, self.micro_batches
+        if self.pipeline == "zbv":  # few micro-batches do not fill the V
+            idle += max(0, 3 * self.pp - 1 - 2 * m)
+        return idle / (self.stages_per_rank * m) / (3 if self.splits_backward else 1)
 
     @property
     def pipeline_order(self) -> PipelineOrder:

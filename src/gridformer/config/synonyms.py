@@ -110,6 +110,8 @@ VALUES: Final = {
     "pipedream": "1f1b",
     "zero_bubble": "zb_h1",
     "zbh1": "zb_h1",
+    "zb_v": "zbv",
+    "zero_bubble_v": "zbv",
     "gpt": "gpt2",
     "mistral": "llama",
     "qwen": "llama",

@@ -52,7 +52,7 @@ class Decoder:
         # In D&SP a branch attends for the texts of all branches.
         boundary = spec_of(trained.layout).boundary(trained.layout)
         self.attends_for = self.axes.batch.size if boundary.activation_layout == "b" else 1
-        last = self.axes.pp.index == self.axes.pp.size - 1
+        last = self.axes.pp.index == trained.layout.stage_ranks[-1]
         self.speaks = last and self.axes.same_batch.index == 0
         self.source = self._sources(sources) if sources is not None else None
         self.reset()
@@ -153,19 +153,22 @@ class Decoder:
             return self.model.run(batch, entering, links, self.caches, start).hidden
         executor, pp = self.trained.executor, self.axes.pp
         sent: list[Pending] = []
+        ranks = self.trained.layout.stage_ranks
         stages = [[executor.links[i].name for i in stage] for stage in self.model.stages]
         stages = [[name for name in stage if not links or name in links] for stage in stages]
         first = next(number for number, stage in enumerate(stages) if stage)
         hidden = None
-        for stage in range(pp.index, len(stages), pp.size):
-            if stage > first:
-                entering = self._receive(stage, batch)
+        for stage in self.trained.layout.stages_on(pp.index):
+            if stage > first and ranks[stage - 1] != pp.index:
+                entering = self._receive(stage, ranks[stage - 1], batch)
             if stage >= first:
                 leaving = self.model.run(batch, entering, stages[stage], self.caches, start)
                 if stage == len(stages) - 1:
                     hidden = leaving.hidden
+                elif ranks[stage + 1] == pp.index:
+                    entering = leaving
                 elif not executor.stage_io.absent:
-                    sent += self._send(stage, leaving)
+                    sent += self._send(stage, ranks[stage + 1], leaving)
         for pending in sent:
             pending.wait()
         return hidden
@@ -175,13 +178,13 @@ class Decoder:
         names = self.trained.executor.stage_io.names(stage)
         return [name for name in names if not (name == "memory" and self.encoded)]
 
-    def _send(self, stage: int, leaving: Activations) -> list[Pending]:
-        executor, to = self.trained.executor, (stage + 1) % self.axes.pp.size
+    def _send(self, stage: int, to: int, leaving: Activations) -> list[Pending]:
+        executor = self.trained.executor
         made = [getattr(leaving, name) for name in self._passed(stage + 1)]
         return [executor.channel.send(executor.stage_io.slice(x), to, LABEL) for x in made]
 
-    def _receive(self, stage: int, batch: Batch) -> Activations:
-        executor, source = self.trained.executor, (stage - 1) % self.axes.pp.size
+    def _receive(self, stage: int, source: int, batch: Batch) -> Activations:
+        executor = self.trained.executor
         entering = executor.stage_io.entering(stage, batch)
         if not executor.stage_io.absent:
             for x in (entering[name] for name in self._passed(stage)):

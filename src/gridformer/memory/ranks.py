@@ -19,8 +19,8 @@ def largest_ranks(run: RunConfig, decisions: Decisions | None = None) -> dict[in
     The first rank of a grid owns the grid's vectors besides its shards of everything else, and the
     first replica has as many rows as any other. In D&SP-cSub the first sub-grid, which alone has
     the common layers, is represented apart from the others. Among pipeline stages with the same
-    layers the first has the most micro-batches in flight. With zb_h1 the last has the most late
-    gradients of weights, and stands for itself.
+    layers the first has the most micro-batches in flight. With zb_h1 and zbv the last has the most
+    late gradients of weights, and stands for itself.
     """
     layout, decisions = run.layout, decisions or decide_run(run)
     ranks = mesh_ranks(layout, decisions.block)
@@ -48,10 +48,10 @@ def _stages(run: RunConfig, decisions: Decisions) -> dict[int, str]:
     stages = stages_of(run.model, layout.n_stages, decisions.choices.work)
     alike: dict[frozenset[tuple[str, int]], list[int]] = {}
     for pp in range(layout.pp):
-        held = Counter(names[i] for stage in stages[pp :: layout.pp] for i in stage)
+        held = Counter(names[i] for stage in layout.stages_on(pp) for i in stages[stage])
         alike.setdefault(frozenset(held.items()), []).append(pp)
     groups = [*alike.values()]
-    if layout.pipeline_order == "zb_h1":
+    if layout.splits_backward:
         groups = [part for one in groups for part in (one[:-1], one[-1:]) if part]
     names_of = {}
     for first, *others in groups:

@@ -103,14 +103,14 @@ def build_parallel(
     with torch.device("meta"):
         if layout.pp > 1:
             stages = pipeline.stages_of(config, layout.n_stages, choices.work)
-            with only_layers(pipeline.modules_of(config, stages, axes)):
+            with only_layers(pipeline.modules_of(config, layout, stages, axes)):
                 model = build_model(config)
-            pipeline.keep_stages(model, stages, axes)
+            pipeline.keep_stages(model, layout, stages, axes)
         else:
             model = build_model(config)
     parallelize(model, layout, axes, choices)
     if layout.pp > 1:
-        pipeline.mark_shared(model, axes)
+        pipeline.mark_shared(model, layout)
     cut = partial(cut_over_replicas, axes=axes, mode=layout.dp_mode)
     if isinstance(model, NetworkModel):
         model.fill_buffers(device)

@@ -56,8 +56,8 @@ def describe_layout(layout: LayoutConfig) -> str:
         parts.append(f"experts over {' x '.join(over)}{n}")
     if layout.pp > 1:
         k = layout.stages_per_rank
-        order = "zb_h1" if layout.pipeline == "zb_h1" else ""
-        stages = f"x {k} stages, interleaved" if k > 1 else order
+        stages = f"x {k} stages, interleaved" if k > 1 else ""
+        stages = layout.pipeline if layout.splits_backward else stages
         parts.append(f"pp={layout.pp} {stages}".strip())
     if len(parts) > 1 and layout.n_processes == layout.dp * layout.pp:
         parts = parts[1:]  # the scheme has one device

@@ -358,7 +358,10 @@ def _pipeline(run: RunConfig) -> Iterator[Violation]:
             "stages", text, [fewer, _one("layout.stages_per_rank", range(k - 1, 0, -1))]
         )
     several, most = k > 1, max(2 * pp, 2 * m)
-    if several and order not in ("auto", "interleaved"):
+    if order == "zbv" and k != 2:
+        text = f"layout.pipeline=zbv has two stages per rank, not layout.stages_per_rank={k}"
+        yield Violation("two stages", text, [no_order, _one("layout.stages_per_rank", [2])])
+    if several and order not in ("auto", "interleaved", "zbv"):
         text = f"layout.pipeline={order} has one stage per rank, not layout.stages_per_rank={k}"
         in_turns = Fix(lambda: [{"layout.pipeline": "auto"}, fewest])
         yield Violation("one stage", text, [in_turns, one_stage])
@@ -367,19 +370,19 @@ def _pipeline(run: RunConfig) -> Iterator[Violation]:
             f"layout.pipeline={order} needs several stages per rank, not layout.stages_per_rank=1"
         )
         yield Violation("several stages", text, [no_order, _one("layout.stages_per_rank", [2])])
-    if not several and order in ("1f1b", "zb_h1") and m < pp:
+    if m < pp and (order == "zbv" or (not several and order in ("1f1b", "zb_h1"))):
         text = (
             f"layout.pipeline={order} needs at least as many micro-batches as layout.pp={pp} "
             f"stages, not layout.micro_batches={m}"
         )
         yield Violation("1f1b", text, [no_order, _one("layout.micro_batches", range(pp, most + 1))])
     for key, value, off in ("update", "in_backward", "after_backward"), ("compile", True, False):
-        if order == "zb_h1" and getattr(run.train, key) == value:
+        if layout.splits_backward and getattr(run.train, key) == value:
             text = (
-                "layout.pipeline=zb_h1 computes gradients of weights after their backward pass, "
+                f"layout.pipeline={order} computes gradients of weights after their backward pass, "
                 f"which does not work with train.{key}={format_value(value)}"
             )
-            yield Violation(f"zb_h1 {key}", text, [no_order, _one(f"train.{key}", [off])])
+            yield Violation(f"late {key}", text, [no_order, _one(f"train.{key}", [off])])
     if several and order in ("auto", "interleaved") and m % max(1, m // pp) != 0:
         text = (
             f"layout.micro_batches={m} cannot form equal rounds of at least layout.pp={pp} "

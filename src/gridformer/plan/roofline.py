@@ -102,8 +102,8 @@ def estimate(
         waits = sends * (layout.pp - 1) * (m / layout.pp if k == 1 else 1)
         waits = max(waits, m * (sends - seconds[slowest]))
         load.exposed["pp"] += waits
-        # Gradients of weights, which take about as long as forward passes, fill the end of zb_h1.
-        filled = 2 if layout.pipeline_order == "zb_h1" else 0
+        # Late gradients of weights, which take about as long as forward passes, fill the end.
+        filled = 2 if layout.splits_backward else 0
         idle = {share: max(0.0, seconds[share] - filled * each[share][0]) for share in each}
         step_s += waits + (sum(idle[share] for share in shares) - idle[slowest]) / k
     step_s = max(step_s, load.launches * launch_s + fixed_s) if ahead else step_s + fixed_s
@@ -120,7 +120,7 @@ class _Step:
         self.layout, self.work, self.item = run.layout, times.work, times.work.itemsize
         self.wide = parameter_bytes(run)
         # How many passes of a stage follow each other, while its rank communicates for others.
-        interleaved = self.layout.stages_per_rank > 1
+        interleaved = self.layout.pipeline_order == "interleaved"
         self.several = min(self.layout.micro_batches, self.layout.pp) if interleaved else 1
         self.compiled = not why_uncompiled(run, times.costs.cluster.device.kind)
         self.gathers_s = 0.0  # of a rank's layers, during a backward pass

@@ -82,9 +82,10 @@ def _setting_changes(run: RunConfig) -> Iterator[Settings]:
         for m in [m for m in every if m > layout.micro_batches][:1]:
             yield {"layout.rows_over": "sequence", "layout.micro_batches": m}
     if layout.pp > 1:
-        plain = {"layout.pipeline": "auto"} if layout.pipeline == "zb_h1" else {}
+        plain = {"layout.pipeline": "auto"} if layout.splits_backward else {}
         yield from ({"layout.stages_per_rank": k, **plain} for k in STAGES_PER_RANK)
         yield {"layout.stages_per_rank": 1, "layout.pipeline": "zb_h1"}
+        yield {"layout.stages_per_rank": 2, "layout.pipeline": "zbv"}
     if layout.n_processes > 1 and layout.devices_per_node and spec.node_blocks:
         yield {"layout.devices_per_node": 0, "layout.nodes_per_rack": 0}
     if "order" in spec.keys:

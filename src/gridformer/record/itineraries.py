@@ -42,10 +42,10 @@ def shortened(layout: LayoutConfig, indices: Sequence[int], training: bool = Tru
         indices: The indices along pp of ranks. The first is that of the schedule's rank.
         training: Whether there are backward passes.
     """
-    pp, k, m = layout.pp, layout.stages_per_rank, layout.micro_batches
-    orders = actions_of(layout.pipeline_order, pp, k, m)
+    pp, m = layout.pp, layout.micro_batches
+    orders = actions_of(layout, m)
     orders = orders if training else forwards(orders)
-    wholes = [Itinerary.of(orders, index, k * pp) for index in indices]
+    wholes = [Itinerary.of(orders, index, layout) for index in indices]
     schedules = [keys_of(whole, pp) for whole in wholes]
     wanted = [{*keys} for keys in schedules]
     short, best, there, most = wholes[0], schedules[0], wanted[0], 0
@@ -88,24 +88,30 @@ def _with_few_micro_batches(whole: Itinerary, m: int) -> Iterator[Itinerary]:
 def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
     """Returns the places along pp, in one list for all places whose stages do the same.
 
-    They have equal layers and equal inputs, and so have the stages after them.
+    They have equal layers and equal inputs, and so have the stages after them, on other ranks.
     """
     layout = run.layout
     if layout.pp == 1:
         return [[0]]
     links = model_outline(run.model).links()
     names = [link.name.rstrip("0123456789") for link in links]
+    stages, there = (
+        stages_of(run.model, layout.n_stages, decisions.choices.work),
+        layout.stage_ranks,
+    )
     places: dict[Hashable, list[int]] = {}
     held = [
         (
             tuple(names[i] for i in stage),
             *(tuple(inputs_of(links, at)) for at in (stage.start, stage.stop)),
             stage.start == 0,
+            there[number : number + 1] == there[number + 1 : number + 2],  # no message follows
         )
-        for stage in stages_of(run.model, layout.n_stages, decisions.choices.work)
+        for number, stage in enumerate(stages)
     ]
     for place in range(layout.pp):
-        places.setdefault(tuple(held[place :: layout.pp]), []).append(place)
+        mine = layout.stages_on(place)
+        places.setdefault(tuple(held[i] for i in mine), []).append(place)
     return [*places.values()]
 
 

@@ -133,7 +133,9 @@ def why_uncompiled(run: RunConfig, device_type: str) -> str:
         "deterministic=true has been shown for uncompiled blocks only": train.deterministic,
         "the rows of a mixture of experts depend on the data": model.n_experts > 0,
         "they are another library's": model.family == "network",
-        "pipeline=zb_h1 leaves gradients of weights for later": run.layout.pipeline == "zb_h1",
+        f"pipeline={run.layout.pipeline} leaves gradients of weights for later": (
+            run.layout.splits_backward
+        ),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")
 

@@ -112,9 +112,8 @@ class Journal:
         text = f"timeline of this step: {path} (open it in ui.perfetto.dev)"
         layout = self.run.layout
         if layout.pp > 1 and idle is not None:
-            ideal = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
             text += f"; ranks waited for {idle:.0%} of the time that they computed "
-            text += f"({ideal:.0%} with equal stages)"
+            text += f"({layout.ideal_idle:.0%} with equal stages)"
         self.note(text)
 
     def note(self, sentence: str) -> None:

@@ -7,17 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gridformer.config import PipelineOrder
+from gridformer.config import LayoutConfig, PipelineOrder
 from gridformer.parallel.pipeline import schedules
+from gridformer.parallel.pipeline.schedules import Action
 from gridformer.parallel.pipeline.timeline import Event, idle_fraction
 
-TORCH = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+TORCH = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+STAGES = {"interleaved": (2, 3), "zbv": (2,)}  # those that a rank has
+SPLIT = ("zb_h1", "zbv")
 Case = tuple[PipelineOrder, int, int, int]
 CASES: list[Case] = [
     (order, pp, k, m)
     for order in get_args(PipelineOrder)
     for pp, m in [(2, 2), (2, 6), (3, 3), (4, 8), (4, 12)]
-    for k in ((2, 3) if order == "interleaved" else (1,))
+    for k in STAGES.get(order, (1,))
 ]
 
 
@@ -30,11 +33,11 @@ def test_orders_are_those_of_torch(case: Case) -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     order, pp, k, m = case
-    words = {"F": "forward", "B": "backward"}
+    words = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
     listed = get_schedule_ops(TORCH[order], pp, m, k)
-    for rank, (mine, theirs) in enumerate(zip(schedules.actions_of(order, pp, k, m), listed)):
+    for rank, (mine, theirs) in enumerate(zip(actions_of(*case), listed)):
         found = [
-            schedules.Action(words[a.computation_type.value], a.stage_index, a.microbatch_index)  # type: ignore[arg-type]
+            Action(words[a.computation_type.value], a.stage_index, a.microbatch_index)  # type: ignore[arg-type]
             for a in theirs
             if a is not None and a.computation_type.value in words
         ]
@@ -43,12 +46,20 @@ def test_orders_are_those_of_torch(case: Case) -> None:
         assert [*mine] == found, rank
 
 
+def layout_of(order: PipelineOrder, pp: int, k: int, m: int) -> LayoutConfig:
+    return LayoutConfig(pp=pp, stages_per_rank=k, pipeline=order, micro_batches=m)
+
+
+def actions_of(order: PipelineOrder, pp: int, k: int, m: int) -> tuple[tuple[Action, ...], ...]:
+    return schedules.actions_of(layout_of(order, pp, k, m), m)
+
+
 def simulated(case: Case, seconds: dict[str, float] | None = None) -> list[list[Event]]:
     """Each rank runs its next action once its input is there; messages take no time."""
-    order, pp, k, m = case
-    seconds = seconds or {"forward": 1.0, "backward": 1.0 if order == "zb_h1" else 2.0, "weight": 1}
-    orders = schedules.actions_of(order, pp, k, m)
-    done: dict[schedules.Action, float] = {}
+    order, pp, k, _ = case
+    seconds = seconds or {"forward": 1.0, "backward": 1.0 if order in SPLIT else 2.0, "weight": 1}
+    orders = actions_of(*case)
+    done: dict[Action, float] = {}
     clock, place = [0.0] * pp, [0] * pp
     events: list[list[Event]] = [[] for _ in orders]
     read_by = {schedules.reading_action(a, pp * k): a for a in itertools.chain(*orders)}
@@ -73,11 +84,14 @@ def simulated(case: Case, seconds: dict[str, float] | None = None) -> list[list[
 def test_idle_time_is_that_of_the_paper(case: Case) -> None:
     """Idle time is (pp-1)/(mk) of the ideal time with k stages per rank (Narayanan et al. 2021).
 
-    That of ZB-H1 is a third of it if all passes take equal times.
+    That of ZB-H1 is a third of it if all passes take equal times, and so is that of ZB-V with
+    enough micro-batches.
     """
     order, pp, k, m = case
-    part = 3 if order == "zb_h1" else 1
-    assert idle_fraction(simulated(case)) == pytest.approx((pp - 1) / (part * k * m))
+    found = idle_fraction(simulated(case))
+    assert found == pytest.approx(layout_of(*case).ideal_idle)
+    if order != "zbv" or 2 * m >= 3 * pp - 1:
+        assert found == pytest.approx((pp - 1) / ((3 if order in SPLIT else 1) * k * m))
 
 
 @pytest.mark.parametrize(("pp", "m"), [(2, 2), (3, 7), (4, 8), (8, 16)])
@@ -92,7 +106,7 @@ def test_idle_time_of_zero_bubble_is_that_of_the_paper(pp: int, m: int) -> None:
 def test_weight_passes_come_later_on_later_ranks() -> None:
     words = [
         " ".join(f"{action.kind[0].upper()}{action.micro}" for action in order)
-        for order in schedules.actions_of("zb_h1", 4, 1, 6)
+        for order in actions_of("zb_h1", 4, 1, 6)
     ]
     assert words == [
         "F0 F1 F2 F3 B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5",
@@ -102,19 +116,33 @@ def test_weight_passes_come_later_on_later_ranks() -> None:
     ]
 
 
-@given(pp=st.integers(2, 6), m=st.integers(1, 14))
-def test_zero_bubble_holds_no_more_than_the_first_rank_of_1f1b(pp: int, m: int) -> None:
-    for order in schedules.actions_of("zb_h1", pp, 1, m):
-        begun, left = set[int](), set[int]()
-        for action in order:
-            if action.kind == "forward":
-                begun.add(action.micro)
-                assert len(begun) + len(left) <= pp
-            elif action.kind == "backward":
-                begun.remove(action.micro)
-                left.add(action.micro)
+@pytest.mark.parametrize(("pp", "m"), [(2, 3), (3, 5), (4, 12), (8, 32)])
+@pytest.mark.parametrize("backward_s", [1.0, 1.3, 2.0])
+def test_idle_time_of_zbv_is_a_pass_of_a_stage_per_rank(pp: int, m: int, backward_s: float) -> None:
+    """It does not grow with the number of micro-batches, whichever kind of pass is the longest."""
+    seconds = {"forward": 1.0, "backward": backward_s, "weight": 1.0}
+    every = sum(seconds.values()) * 2 * m
+    idle = idle_fraction(simulated(("zbv", pp, 2, m), seconds)) * every
+    assert idle == pytest.approx((pp - 1) * backward_s)
+
+
+@given(order=st.sampled_from(SPLIT), pp=st.integers(2, 6), m=st.integers(1, 14))
+def test_zero_bubble_holds_no_more_than_the_first_rank_of_1f1b(
+    order: PipelineOrder, pp: int, m: int
+) -> None:
+    k = 2 if order == "zbv" else 1  # stages of a rank, each with 1/k of its layers
+    for actions in actions_of(order, pp, k, m):
+        begun, left = set[tuple[int, int]](), set[tuple[int, int]]()
+        for kind, *pass_ in actions:
+            stage, micro = pass_
+            if kind == "forward":
+                begun.add((stage, micro))
+                assert len(begun) + len(left) <= k * pp
+            elif kind == "backward":
+                begun.remove((stage, micro))
+                left.add((stage, micro))
             else:
-                left.remove(action.micro)
+                left.remove((stage, micro))
         assert not begun | left, "every weight pass follows its backward pass"
 
 
@@ -128,36 +156,40 @@ def test_zero_bubble_holds_no_more_than_the_first_rank_of_1f1b(pp: int, m: int) 
 def test_every_order_ends_and_its_messages_match(
     order: PipelineOrder, pp: int, k: int, m: int
 ) -> None:
-    k = k if order == "interleaved" else 1
+    k = k if order == "interleaved" else STAGES.get(order, (1,))[0]
+    layout = layout_of(order, pp, k, m)
     if order == "interleaved" and m % max(1, m // pp):
         with pytest.raises(AssertionError):
-            schedules.actions_of(order, pp, k, m)
+            actions_of(order, pp, k, m)
         return
     simulated((order, pp, k, m))
-    orders = schedules.actions_of(order, pp, k, m)
+    orders = actions_of(order, pp, k, m)
     every = {
-        schedules.Action(kind, stage, micro)
+        Action(kind, stage, micro)
         for kind in schedules.PASSES
-        if kind != "weight" or order == "zb_h1"
+        if kind != "weight" or order in SPLIT
         for stage in range(pp * k)
         for micro in range(m)
     }
     assert sorted(itertools.chain(*orders)) == sorted(every)
+    there = layout.stage_ranks
     for listed in (orders, schedules.forwards(orders)):
-        plans = [schedules.Itinerary.of(listed, rank, pp * k) for rank in range(pp)]
+        plans = [schedules.Itinerary.of(listed, rank, layout) for rank in range(pp)]
         for rank, plan in enumerate(plans):
-            assert all(action.stage % pp == rank for action in plan.actions)
+            assert all(there[action.stage] == rank for action in plan.actions)
             coming = {a for messages in plan.arrivals.values() for a in messages}
             edge = {"forward": 0, "backward": pp * k - 1}
             passes = [a for a in plan.actions if a.kind != "weight"]
-            assert coming == {a for a in passes if a.stage != edge[a.kind]}
+            from_here = {("forward", pp), ("backward", pp - 1)} if order == "zbv" else set()
+            own = {a for a in passes if rank == pp - 1 and a[:2] in from_here}
+            assert coming == {a for a in passes if a.stage != edge[a.kind]} - own
             for peer, messages in plan.arrivals.items():
                 sent = [message for message, to in plans[peer].sends.values() if to == rank]
                 assert [*messages] == sent, "in the order in which they are sent"
             for message, through in plan.taken.items():
-                sender = plans[message.stage % pp]  # this rank is the sender
+                sender = plans[there[message.stage]]  # this rank is the sender
                 assert sender is plan
                 for mine in through:  # the peer reads these before it sends the message
-                    peer_plan = plans[mine.stage % pp]
+                    peer_plan = plans[there[mine.stage]]
                     made = next(a for a, (b, _) in peer_plan.sends.items() if b == message)
                     assert peer_plan.actions.index(mine) <= peer_plan.actions.index(made)

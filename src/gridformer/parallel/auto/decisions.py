@@ -151,12 +151,9 @@ def _why_these_stages(run: RunConfig, work: Work) -> str:
     model = run.model.model_copy(update={"vocab_size": max(1, run.model.vocab_size)})
     names = link_names(model)
     begins = [names[stage.start] for stage in stages_of(model, layout.n_stages, work)]
-    idle = (layout.pp - 1) / (layout.stages_per_rank * layout.micro_batches)
-    if layout.pipeline_order == "zb_h1":  # with passes of equal times
-        idle /= 3
     return (
-        f"pipeline: {layout.pipeline_order} leaves each rank idle for {idle:.0%} of its compute "
-        f"time if stages are equal; the stages begin at {', '.join(begins)}"
+        f"pipeline: {layout.pipeline_order} leaves each rank idle for {layout.ideal_idle:.0%} of "
+        f"its compute time if stages are equal; the stages begin at {', '.join(begins)}"
     )
 
 

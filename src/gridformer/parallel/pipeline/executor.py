@@ -26,7 +26,13 @@ from gridformer.models import Activations, Model
 from gridformer.models.blocks.late_gradient import WeightPass, split_backward
 from gridformer.parallel.data.fsdp import reshard_layers
 from gridformer.parallel.data.gradients import GradientSums
-from gridformer.parallel.pipeline.schedules import Action, Itinerary, actions_of, forwards
+from gridformer.parallel.pipeline.schedules import (
+    Action,
+    Itinerary,
+    actions_of,
+    forwards,
+    reading_action,
+)
 from gridformer.parallel.pipeline.stages import LABEL, StageIO, parameters_under, shared_sets
 from gridformer.parallel.pipeline.timeline import OnAction, timed
 from gridformer.utils.batch import Batch, MicroBatch
@@ -77,8 +83,8 @@ class Executor:
         self.links = model.links()
         self._on_gpu = axes.device_type == "cuda"
         self.stage_io = StageIO(model, layout, axes)
-        self.channel = P2PChannel(axes, ring=layout.stages_per_rank > 1)
-        axes.make_holders(shared_sets(model, axes.pp.size))
+        self.channel = P2PChannel(axes, ring=layout.pipeline_order == "interleaved")
+        axes.make_holders(shared_sets(model, layout))
         self._itineraries: dict[tuple[int, bool, bool], tuple[Itinerary, Completed]] = {}
         self._loading_runs = LOADING_RUNS if self.channel.on_device else 0
         self._n_runs: Counter[Hashable] = Counter()  # by the key of `_kernels_of`
@@ -89,7 +95,7 @@ class Executor:
                 for path in self.links[i].modules
                 for parameter in parameters_under(model, path)
             }
-            for stage in range(axes.pp.index, layout.n_stages, axes.pp.size)
+            for stage in layout.stages_on(axes.pp.index)
         }
 
     def train(self, work: Sequence[MicroBatch], finish: Finish) -> None:
@@ -139,10 +145,9 @@ class Executor:
         """Returns this rank's actions for m micro-batches, and the gradients each one completes."""
         key = m, training, self.follows is None
         if key not in self._itineraries:
-            layout = self.layout
-            orders = actions_of(layout.pipeline_order, layout.pp, layout.stages_per_rank, m)
+            orders = actions_of(self.layout, m)
             orders = orders if training else forwards(orders)
-            actions = self.follows or Itinerary.of(orders, self.pp.index, layout.n_stages)
+            actions = self.follows or Itinerary.of(orders, self.pp.index, self.layout)
             self._itineraries[key] = actions, self._completed(actions)
         return self._itineraries[key]
 
@@ -184,6 +189,7 @@ class _Run:
         self._queues = {peer: deque(coming) for peer, coming in itinerary.arrivals.items()}
         self._sender = {a: peer for peer, coming in itinerary.arrivals.items() for a in coming}
         self._coming: dict[Action, tuple[dict[str, Tensor], list[Pending]]] = {}
+        self._passed: dict[Action, list[Tensor]] = {}  # from one stage of this rank to the next
         self._sent: dict[Action, list[Pending]] = {}
 
     def go(self) -> None:
@@ -292,6 +298,11 @@ class _Run:
         """Sends tensors, which are taken out of their list."""
         if self.stage_io.absent:
             return
+        if action not in self.itinerary.sends:
+            reader = reading_action(action, len(self.model.stages))
+            assert reader is not None
+            self._passed[reader] = [x.detach() for x in made]
+            return
         message, to = self.itinerary.sends[action]
         with self.executor.timed("send", action):
             sent = self._sent[message] = []
@@ -302,6 +313,8 @@ class _Run:
         """Receives the inputs of an action, by their names in `Activations`."""
         if self.stage_io.absent:
             return self._empty_inputs(action)
+        if action in self._passed:
+            return dict(zip(self.stage_io.names(_entered(action)), self._passed.pop(action)))
         peer = self._sender[action]
         while action not in self._coming:
             self._post_receive(peer)
@@ -327,8 +340,7 @@ class _Run:
 
     def _empty_inputs(self, action: Action) -> dict[str, Tensor]:
         """Allocates by name the inputs of a forward pass, or a backward pass's output gradients."""
-        stage = action.stage + (action.kind == "backward")
-        return self.stage_io.entering(stage, self.work[action.micro].batch)
+        return self.stage_io.entering(_entered(action), self.work[action.micro].batch)
 
     def _finish_send(self, message: Action) -> None:
         """Waits for a message that its reader has received, and frees its memory."""
@@ -337,6 +349,11 @@ class _Run:
                 started = self._sent.pop(message)
                 while started:
                     started.pop(0).wait()
+
+
+def _entered(action: Action) -> int:
+    """Returns the stage whose inputs, or their gradients, a pass receives."""
+    return action.stage + (action.kind == "backward")
 
 
 def _kernels_of(training: bool, work: Sequence[MicroBatch]) -> Hashable:

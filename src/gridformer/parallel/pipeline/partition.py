@@ -200,7 +200,7 @@ def shares_of_ranks(run: RunConfig) -> list[StageShares]:
     stages = stages_of(model, layout.n_stages, work)
     shares: list[StageShares] = []
     for rank in range(layout.pp):
-        mine = [names[i] for stage in stages[rank :: layout.pp] for i in stage]
+        mine = [names[i] for stage in layout.stages_on(rank) for i in stages[stage]]
         layers = tuple(
             (stack, sum(name.startswith(f"{stack}.layers.".lstrip(".")) for name in mine) / n)
             for stack, n in stacks.items()

@@ -36,21 +36,23 @@ from gridformer.utils.batch import Batch
 LABEL = "pipeline"
 
 
-def modules_of(config: ModelConfig, stages: tuple[range, ...], axes: Axes) -> set[str]:
+def modules_of(
+    config: ModelConfig, layout: LayoutConfig, stages: tuple[range, ...], axes: Axes
+) -> set[str]:
     """Returns the names of the submodules that the links of this rank's stages run."""
     links = model_outline(config).links()
-    mine = stages[axes.pp.index :: axes.pp.size]
+    mine = (stages[stage] for stage in layout.stages_on(axes.pp.index))
     return {path for stage in mine for i in stage for path in links[i].modules}
 
 
-def keep_stages(model: Model, stages: tuple[range, ...], axes: Axes) -> None:
+def keep_stages(model: Model, layout: LayoutConfig, stages: tuple[range, ...], axes: Axes) -> None:
     """Deletes, in place, the submodules of a plain model that only other ranks run, if it has them.
 
     Names of the remaining parameters do not change. Submodules without parameters stay, because
     they need no memory.
     """
     model.stages = stages
-    for path, ranks in _holders(model, axes.pp.size).items():
+    for path, ranks in _holders(model, layout).items():
         if axes.pp.index not in ranks and any(True for _ in parameters_under(model, path)):
             parent, _, leaf = path.rpartition(".")
             container = model.get_submodule(parent)
@@ -65,9 +67,9 @@ def parameters_under(model: Model, path: str) -> Iterator[nn.Parameter]:
         yield from model.get_submodule(path).parameters()
 
 
-def mark_shared(model: Model, axes: Axes) -> None:
+def mark_shared(model: Model, layout: LayoutConfig) -> None:
     """Records in `ParamShard.stages` which ranks along pp hold a parameter, if several do."""
-    shared = {path: ranks for path, ranks in _holders(model, axes.pp.size).items() if ranks[1:]}
+    shared = {path: ranks for path, ranks in _holders(model, layout).items() if ranks[1:]}
     for name, parameter in model.named_parameters():
         path = name.rpartition(".")[0]
         while path and path not in shared:
@@ -78,23 +80,23 @@ def mark_shared(model: Model, axes: Axes) -> None:
             set_info(parameter, info)
 
 
-def shared_sets(model: Model, pp: int) -> list[tuple[int, ...]]:
+def shared_sets(model: Model, layout: LayoutConfig) -> list[tuple[int, ...]]:
     """Returns the sets of ranks along pp that share a submodule of a model, sorted.
 
     The list is the same on all ranks, even if a shared submodule has no parameters on some of them
     (D&SP-cSub).
     """
-    return sorted({ranks for ranks in _holders(model, pp).values() if ranks[1:]})
+    return sorted({ranks for ranks in _holders(model, layout).values() if ranks[1:]})
 
 
-def _holders(model: Model, pp: int) -> dict[str, tuple[int, ...]]:
+def _holders(model: Model, layout: LayoutConfig) -> dict[str, tuple[int, ...]]:
     """Returns, for each submodule that a link runs, the ranks along pp with such links."""
     links = model.links()
     held: dict[str, set[int]] = {}
-    for number, stage in enumerate(model.stages):
+    for rank, stage in zip(layout.stage_ranks, model.stages):
         for link in (links[i] for i in stage):
             for path in link.modules:
-                held.setdefault(path, set()).add(number % pp)
+                held.setdefault(path, set()).add(rank)
     return {path: tuple(sorted(ranks)) for path, ranks in held.items()}
 
 

@@ -86,7 +86,7 @@ def idle_fraction(ranks: Sequence[Sequence[Event]]) -> float:
     """Returns the idle time of all ranks in a step divided by their compute time.
 
     With equal stages it is (pp-1)/m for GPipe and 1F1B, 1/k of that with k stages per rank, and a
-    third of it for ZB-H1 if all its passes take equal times.
+    third of it for ZB-H1 and ZB-V if all their passes take equal times.
     This is the pipeline bubble as a fraction of the ideal time (Narayanan et al. 2021, sections
     2.2.1 and 2.2.2).
 
