@@ -98,6 +98,7 @@ CASES += [
         ({"scheme": "megatron_2d", "rows": 2, "cols": 2}, "none"),
         ({"pp": 2, "micro_batches": 4}, "none"),
         ({"pp": 2, "micro_batches": 4, "pipeline": "zb_h1"}, "none"),
+        ({"pp": 2, "micro_batches": 4, "pipeline": "zbv", "stages_per_rank": 2}, "none"),
     )
     for dtype in ("float32", "bfloat16")
 ]

@@ -47,6 +47,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "cols": 2},
     "zero bubble": {"pp": 2, "micro_batches": 4, "pipeline": "zb_h1", "scheme": "megatron",
         "cols": 2},
+    "V": {"pp": 2, "micro_batches": 4, "stages_per_rank": 2, "pipeline": "zbv",
+        "scheme": "megatron", "cols": 2},
     "pipeline of grids": {"pp": 2, "micro_batches": 2, "scheme": "optimus", **GRID},
     "pipeline s": {"pp": 2, "micro_batches": 2, "scheme": "megatron_2d", **GRID},
 }  # fmt: skip

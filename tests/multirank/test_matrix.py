@@ -142,6 +142,7 @@ def test_choices_of_fsdp_equal_one_device_over_nccl(pool: WorkerPool, cell: Cell
         worst_of(pool.run(n, on_nccl, compare, *case))
 
 
+@pytest.mark.parametrize("order", ["zb_h1", "zbv"])
 @pytest.mark.parametrize(
     "cell",
     [
@@ -151,10 +152,12 @@ def test_choices_of_fsdp_equal_one_device_over_nccl(pool: WorkerPool, cell: Cell
     ],
     ids=lambda cell: cell.title,
 )
-def test_zero_bubble_equals_one_device_over_nccl(pool: WorkerPool, cell: Cell) -> None:
+def test_zero_bubble_equals_one_device_over_nccl(pool: WorkerPool, cell: Cell, order: str) -> None:
     """tests/multirank/test_equal_one_device.py tests it over gloo."""
-    layout = {**cell.layout, "pipeline": "zb_h1", "micro_batches": 2 * cell.pp}
-    how = layout, cell.config, SETTINGS, QUICK_STEPS, cell.documents, cell.task
+    k = 2 if order == "zbv" else 1
+    layout = {"pipeline": order, "stages_per_rank": k, "micro_batches": 2 * cell.pp}
+    layout, config = {**cell.layout, **layout}, {**cell.config, "n_layers": 2 * cell.pp}
+    how = layout, config, SETTINGS, QUICK_STEPS, cell.documents, cell.task
     worst_of(pool.run(n_of(cell), on_nccl, compare, *how))
 
 

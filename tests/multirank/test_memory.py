@@ -65,6 +65,7 @@ def test_estimated_is_measured(pool: WorkerPool, cell: Cell) -> None:
 
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
 MEGATRON = {"scheme": "megatron", "cols": 2, "dp": 2}
+V_SHAPED = {"pipeline": "zbv", "stages_per_rank": 2}
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all of a block again": (OPTIMUS, {"recompute": "full"}),
     "attention again": ({}, {"recompute": "selective"}),
@@ -72,6 +73,9 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "again, over stages": ({**OPTIMUS, "rows": 1, "pp": 2, "micro_batches": 4},
         {"recompute": "full"}),
     "zero bubble": ({**MEGATRON, "pp": 2, "micro_batches": 4, "pipeline": "zb_h1"}, {}),
+    "V": ({**MEGATRON, "pp": 2, "micro_batches": 4, **V_SHAPED}, {}),
+    "again, V": ({"pp": 2, "micro_batches": 4, **V_SHAPED},
+        {"recompute": "full", "dtype": "bfloat16"}),
     "again, zero bubble": ({"pp": 2, "micro_batches": 4, "pipeline": "zb_h1"},
         {"recompute": "full", "dtype": "bfloat16"}),
     "again, fsdp": ({"dp": 2, "dp_mode": "fsdp"}, {"recompute": "full"}),

@@ -43,7 +43,9 @@ def runs(draw: st.DrawFn) -> RunConfig:
         dp_mode=draw(st.sampled_from(["replicate", "replicate", "zero1", "fsdp"])),
         pp=draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
         stages_per_rank=draw(st.sampled_from([1, 1, 1, 2, 3])),
-        pipeline=draw(st.sampled_from(["auto", "auto", "gpipe", "1f1b", "interleaved", "zb_h1"])),
+        pipeline=draw(
+            st.sampled_from(["auto", "auto", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv"])
+        ),
         sequence_parallel=draw(st.booleans()),
         schedule=draw(st.sampled_from(["auto", "auto", "broadcast", "pipelined", "gather"])),
         stationary=draw(st.sampled_from(["auto", "auto", "output", "input"])),

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, str | dict[str, Any], dict[str, Any]]] = {
     "Llama, sequence": ("dgx-h100", LLAMA, SEQUENCE),
     "Llama, pipeline": ("dgx-h100", LLAMA, PIPELINE),
     "Llama, zero bubble": ("dgx-h100", LLAMA, {**PIPELINE, "pipeline": "zb_h1"}),
+    "Llama, V": ("dgx-h100", LLAMA, {**PIPELINE, "pipeline": "zbv", "stages_per_rank": 2}),
     "Llama, rows over the sequence": ("dgx-h100", LLAMA, {**OVER_SEQUENCE, "cols": 2}),
     "T5, rows over the sequence": ("dgx-h100", "t5-large", {**OVER_SEQUENCE, "scheme": "optimus"}),
     "T5, sub-graph": ("dgx-h100", "t5-large", {"scheme": "subgraph", "branches": 4}),
@@ -64,7 +65,7 @@ def run_of(
 
 # With a collective of each kind, a pipeline of each kind, and each family.
 QUICK = {"GPT-2, sums in each micro-batch", "T5, rows over the sequence", "cSub", "Llama, sequence"}
-QUICK |= {"Llama, zero bubble"}
+QUICK |= {"Llama, zero bubble", "Llama, V"}
 QUICK |= {"slow links", "slow links, interleaved", "slow links, FSDP", "GPT-2, FSDP"}
 
 
@@ -210,10 +211,11 @@ def test_without_a_head_of_tokens_nothing_multiplies_by_their_table() -> None:
     assert labels.peak_gib <= words.peak_gib
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, "zb_h1"])
+@pytest.mark.parametrize("stages", [1, 2, 3, "zb_h1", "zbv"])
 def test_memory_of_pipelines(stages: int | str) -> None:
     """More micro-batches are under way on the first rank if it has several stages."""
     order = {"stages_per_rank": stages} if isinstance(stages, int) else {"pipeline": stages}
+    order |= {"stages_per_rank": 2} if stages == "zbv" else {}
     layout = {"pp": 4, "micro_batches": 16, **order}
     sections = {"model": "gpt2-355m", "data": {"path": "."}, "layout": layout}
     run = parse_run({**sections, "train": {"global_batch": 64, "dtype": "bfloat16"}})

@@ -244,6 +244,7 @@ def test_settings_of_pipelines_and_sub_graphs_are_tried() -> None:
     assert [{"layout.stages_per_rank": k} in tried for k in (2, 3, 4, 6, 8, 12)] == [True] * 6
     zero_bubble = {"layout.stages_per_rank": 1, "layout.pipeline": "zb_h1"}
     assert zero_bubble in tried
+    assert {"layout.stages_per_rank": 2, "layout.pipeline": "zbv"} in tried
     split = changed(deep, zero_bubble)
     assert split is not None
     tried = [change for change, _ in neighbors(split)]

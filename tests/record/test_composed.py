@@ -39,6 +39,7 @@ MEGATRON = {"scheme": "megatron", "cols": 2, "pp": 2, "micro_batches": 6}
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2, "pp": 2, "micro_batches": 6}
 FULL = {"recompute": "full"}
 PLACEHOLDER = 8  # bytes of what stands for joined weights; torch frees these in any order
+V_SHAPED = {"pipeline": "zbv", "stages_per_rank": 2}
 BY_LAYER = {"update": "in_backward", "clip_by": "layer"}
 BRANCHES = {"scheme": "subgraph", "branches": 2}
 EXPERTS: dict[str, Any] = {"family": "llama", "n_experts": 4, "experts_per_token": 2}
@@ -63,6 +64,12 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         | {"gradient_sync": "micro_batch"},
         {"device": "cuda"}, {}),
     "zero bubble on a grid": ({**OPTIMUS, "schedule": "gather", "pipeline": "zb_h1"}, {}, {}),
+    "V*": ({**MEGATRON, "pp": 4, "micro_batches": 12, **V_SHAPED}, {"device": "cuda"}, {}),
+    "V, sums in each pass": (
+        {"pp": 3, "micro_batches": 12, **V_SHAPED, "dp": 2, "dp_mode": "fsdp"}
+        | {"gradient_sync": "micro_batch"},
+        {"device": "cuda", **FULL}, {"family": "llama"}),
+    "V of two stacks": ({"pp": 5, "micro_batches": 8, **V_SHAPED}, {}, {"family": "t5"}),
     "deep": ({"pp": 8, "micro_batches": 20}, {"device": "cuda"}, {}),
     "fewer micro-batches than ranks": ({"pp": 6, "micro_batches": 3}, {}, {}),
     "prefetched": ({**OPTIMUS, "schedule": "gather", "stages_per_rank": 2}, {}, {}),
@@ -404,7 +411,7 @@ def test_a_step_whose_layers_do_not_repeat_runs_completely(monkeypatch: pytest.M
 
 
 PIPELINES = st.tuples(
-    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_h1"]),
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_h1", "zbv"]),
     st.integers(2, 12),
     st.integers(2, 3),
     st.integers(1, 40),
@@ -416,7 +423,8 @@ def test_a_shorter_schedule_has_every_kind_of_pass(
     drawn: tuple[str, int, int, int], data: st.DataObject
 ) -> None:
     order, pp, k, m = drawn
-    stages = {"stages_per_rank": k} if order == "interleaved" else {"pipeline": order}
+    k = {"interleaved": k, "zbv": 2}.get(order, 1)
+    stages = {"stages_per_rank": k, "pipeline": order}
     if order == "interleaved":
         m = -(-m // pp) * pp
     layout = LayoutConfig(pp=pp, micro_batches=m, **stages)
@@ -424,8 +432,7 @@ def test_a_shorter_schedule_has_every_kind_of_pass(
     short = shortened(layout, [index])
     (schedule,) = short.schedules
     assert schedule is not None
-    n_passes = m * (k if order == "interleaved" else 1)
-    assert [key[0] for key in schedule].count("forward") == n_passes
+    assert [key[0] for key in schedule].count("forward") == m * k
     assert {*schedule} <= {*short.keys}
 
 

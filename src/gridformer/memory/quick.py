@@ -84,11 +84,14 @@ def quick_peaks(run: RunConfig, choices: Choices) -> list[float]:
         n_mine = max(1.0, sum(part * stacks[stack] for stack, part in share.layers))
         held = gathered + sum(part * states[stack] for stack, part in share.layers)
         held += weights * n_mine / n_layers
-        if layout.pipeline_order == "zb_h1":
-            late = sum(part * for_weights[stack] for stack, part in share.layers)
+        late = sum(part * for_weights[stack] for stack, part in share.layers)
+        if layout.pipeline == "zb_h1":
             held += min(rank + 1, m) * late - min(mine, late)  # the first takes its place
-        if share.lookups or share.head:  # of two tables a rank of a pipeline has one
-            held += outside if run.model.tied_head or layout.pp == 1 else outside / 2
+        elif layout.pipeline == "zbv":  # behind the last forward pass, in place of activations
+            held += max(0.0, rank * late - (layout.pp + rank) / 2 * mine)
+        if share.lookups or share.head:  # of two tables a rank of a pipeline may have one
+            both = run.model.tied_head or (share.lookups and share.head)
+            held += outside if both else outside / 2
         held += _position_states(run, choices) * (share.lookups > 0)
         flight = _in_flight(run, rank)
         together = flight == m > 1  # then all begin before the first ends
@@ -113,6 +116,8 @@ def _in_flight(run: RunConfig, rank: int) -> float:
     most, k = float(layout.micro_batches), layout.stages_per_rank
     if layout.pp == 1 or layout.pipeline_order == "gpipe":
         return 1.0 if layout.pp == 1 else most
+    if layout.pipeline == "zbv":
+        return min(most, layout.pp)
     ahead = layout.pp - 1 - rank
     return min(most, ahead + 1 if k == 1 else ((k - 1) * layout.pp + 2 * ahead + 1) / k)
 

@@ -49,7 +49,8 @@ def shortened(layout: LayoutConfig, indices: Sequence[int], training: bool = Tru
     schedules = [keys_of(whole, pp) for whole in wholes]
     wanted = [{*keys} for keys in schedules]
     short, best, there, most = wholes[0], schedules[0], wanted[0], 0
-    for other in _with_few_micro_batches(wholes[0], m):
+    for micros in _few_micro_batches(m):
+        other = _with_micro_batches(wholes[0], micros)
         keys = keys_of(other, pp)
         kinds = {*keys}
         covered = sum(one <= kinds for one in wanted) if wanted[0] <= kinds else 0
@@ -57,32 +58,57 @@ def shortened(layout: LayoutConfig, indices: Sequence[int], training: bool = Tru
             short, best, there, most = other, keys, kinds, covered
         if covered == len(wanted):
             break
+    if not most:
+        short = _with_micro_batches(wholes[0], _needed(wholes[0], m, pp))
+        best = keys_of(short, pp)
+        there = {*best}
     return ShortSchedule(
         short, best, [keys if one <= there else None for keys, one in zip(schedules, wanted)]
     )
 
 
-def _with_few_micro_batches(whole: Itinerary, m: int) -> Iterator[Itinerary]:
-    """Yields a schedule with the first of m micro-batches, or with the first and the last."""
+def _few_micro_batches(m: int) -> Iterator[set[int]]:
+    """Yields the first of m micro-batches, or the first and the last."""
     for n in range(1, min(m, _MOST + 1)):
         for last in sorted({0, n // 2}) if n > 2 else (0,):
-            micros = {*range(n - last), *range(m - last, m)}
-            actions = tuple(a for a in whole.actions if a.micro in micros)
-            mine = {*actions}
-            sends = {a: message for a, message in whole.sends.items() if a in mine}
-            sent = {message for message, _ in sends.values()}
-            taken: dict[Action, tuple[Action, ...]] = {}
-            for coming in whole.arrivals.values():
-                read: tuple[Action, ...] = ()
-                for message in coming:
-                    read += tuple(one for one in whole.taken[message] if one in sent)
-                    if message in mine:
-                        taken[message], read = read, ()
-            arrivals = {
-                peer: tuple(one for one in coming if one in mine)
-                for peer, coming in whole.arrivals.items()
-            }
-            yield Itinerary(actions, sends, arrivals, taken)
+            yield {*range(n - last), *range(m - last, m)}
+
+
+def _needed(whole: Itinerary, m: int, pp: int) -> set[int]:
+    """Leaves out micro-batches, many and then few at a time, as long as all kinds of parts remain.
+
+    Stages in a V need some from the middle of a step.
+    """
+    needed, wanted, size = [*range(m)], {*keys_of(whole, pp)}, m // 2
+    while size:
+        at = 0
+        while at < len(needed):
+            fewer = needed[:at] + needed[at + size :]
+            if wanted <= {*keys_of(_with_micro_batches(whole, {*fewer}), pp)}:
+                needed = fewer
+            else:
+                at += size
+        size //= 2
+    return {*needed}
+
+
+def _with_micro_batches(whole: Itinerary, micros: set[int]) -> Itinerary:
+    """Returns a schedule with some of its micro-batches."""
+    actions = tuple(a for a in whole.actions if a.micro in micros)
+    mine = {*actions}
+    sends = {a: message for a, message in whole.sends.items() if a in mine}
+    sent = {message for message, _ in sends.values()}
+    taken: dict[Action, tuple[Action, ...]] = {}
+    for coming in whole.arrivals.values():
+        read: tuple[Action, ...] = ()
+        for message in coming:
+            read += tuple(one for one in whole.taken[message] if one in sent)
+            if message in mine:
+                taken[message], read = read, ()
+    arrivals = {
+        peer: tuple(one for one in coming if one in mine) for peer, coming in whole.arrivals.items()
+    }
+    return Itinerary(actions, sends, arrivals, taken)
 
 
 def alike_stages(run: RunConfig, decisions: Decisions) -> list[list[int]]:
