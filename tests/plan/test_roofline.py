@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, str | dict[str, Any], dict[str, Any]]] = {
     "Llama, sequence": ("dgx-h100", LLAMA, SEQUENCE),
     "Llama, pipeline": ("dgx-h100", LLAMA, PIPELINE),
     "Llama, zero bubble": ("dgx-h100", LLAMA, {**PIPELINE, "pipeline": "zb_h1"}),
-    "Llama, V": ("dgx-h100", LLAMA, {**PIPELINE, "pipeline": "zbv", "stages_per_rank": 2}),
+    "Llama, V": ("dgx-h100", LLAMA, {**PIPELINE, "pp": 2, "pipeline": "zbv", "stages_per_rank": 2}),
     "Llama, rows over the sequence": ("dgx-h100", LLAMA, {**OVER_SEQUENCE, "cols": 2}),
     "T5, rows over the sequence": ("dgx-h100", "t5-large", {**OVER_SEQUENCE, "scheme": "optimus"}),
     "T5, sub-graph": ("dgx-h100", "t5-large", {"scheme": "subgraph", "branches": 4}),

@@ -69,7 +69,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"pp": 3, "micro_batches": 12, **V_SHAPED, "dp": 2, "dp_mode": "fsdp"}
         | {"gradient_sync": "micro_batch"},
         {"device": "cuda", **FULL}, {"family": "llama"}),
-    "V of two stacks": ({"pp": 5, "micro_batches": 8, **V_SHAPED}, {}, {"family": "t5"}),
+    "deep V": ({"pp": 7, "micro_batches": 15, **V_SHAPED}, {"device": "cuda"}, {}),
     "deep": ({"pp": 8, "micro_batches": 20}, {"device": "cuda"}, {}),
     "fewer micro-batches than ranks": ({"pp": 6, "micro_batches": 3}, {}, {}),
     "prefetched": ({**OPTIMUS, "schedule": "gather", "stages_per_rank": 2}, {}, {}),

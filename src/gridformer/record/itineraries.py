@@ -150,7 +150,7 @@ def keys_of(itinerary: Itinerary, pp: int) -> list[PartKey]:
     sent: dict[int, list[Action]] = {}
     sent_by: dict[Action, tuple[int, int]] = {}  # the other rank, and the stage
     seen: set[tuple[str, int]] = set()
-    made = ""  # the kind of the last pass that made gradients
+    made: dict[int, str] = {}  # the kind of the last pass of a stage that made gradients
     micros: set[int] = set()
     keys: list[PartKey] = []
 
@@ -182,9 +182,10 @@ def keys_of(itinerary: Itinerary, pp: int) -> list[PartKey]:
                 keys += end(message)
         ends, again = last.get(stage) == action, (kind, stage) in seen
         fresh = micro not in micros  # stamps of dropout are copied to the device
-        after = kind != "forward" and made == "weight"  # which may have sent all gradients
+        after = kind != "forward" and made.get(stage) == "weight"  # which may have sent them all
         keys.append((kind, stage // pp, again, ends, fresh, not micros, after))
-        made = made if kind == "forward" else kind
+        if kind != "forward":
+            made[stage] = kind
         if action in itinerary.sends:
             message, peer = itinerary.sends[action]
             sent.setdefault(peer, []).append(message)
