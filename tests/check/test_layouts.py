@@ -21,6 +21,7 @@ SEQUENCE = {**MEGATRON, "sequence_parallel": True}
 OPTIMUS = {"scheme": "optimus", "rows": 2, "cols": 2}
 DSP = {"scheme": "subgraph", "branches": 2}
 CSUB = {**DSP, "common": "first"}
+V_SHAPED = {"stages_per_rank": 2, "pipeline": "zbv"}
 IN_BACKWARD = {"update": "in_backward", "clip_by": "layer", "recompute": "full"}
 BF16 = {"recompute": "full", "dtype": "bfloat16"}
 
@@ -44,6 +45,8 @@ DEEP = [
     Case("GPT-2", {"pp": 5, "micro_batches": 7, **MEGATRON}, {}),
     Case("GPT-2", {"pp": 4, "micro_batches": 32, "stages_per_rank": 4}, {}),
     Case("GPT-2", {"pp": 8, "micro_batches": 16, "stages_per_rank": 2}, {}),
+    Case("GPT-2", {"pp": 8, "micro_batches": 16, **V_SHAPED}, {}),
+    Case("T5", {"pp": 5, "micro_batches": 6, **V_SHAPED, **MEGATRON}, {}),
     Case("T5", {"pp": 8, "micro_batches": 16, **SEQUENCE}, {}),
     Case("GPT-2", {"pp": 4, "micro_batches": 8, "stages_per_rank": 4, **OPTIMUS}, {}),
     Case("BERT", {"pp": 4, "micro_batches": 8, "stages_per_rank": 4, **DSP}, {}),
@@ -60,6 +63,7 @@ QUICK = [
     Case("GPT-2", {**DSP, "attention": "outside", "pp": 2, "micro_batches": 2}, {}),
     Case("Transformer", {"pp": 2, "micro_batches": 4, "stages_per_rank": 2}, {}),
     Case("Llama", {"pp": 4, "micro_batches": 6}, {}),
+    Case("Llama", {"pp": 3, "micro_batches": 5, **V_SHAPED}, {}),
     Case("GPT-2", {**OPTIMUS, "schedule": "pipelined"}, BF16),
     Case("GPT-2", {**CSUB, "dp": 2}, IN_BACKWARD),
     Case("GPT-2", {**CSUB, "pp": 2, "micro_batches": 6}, {}),

@@ -52,6 +52,7 @@ QUICK: list[dict[str, Any]] = [
     {"scheme": "optimus", "rows": 2, "cols": 2, "micro_batches": 2},
     {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2},
 ]
+V_SHAPED: dict[str, Any] = {"stages_per_rank": 2, "pipeline": "zbv"}
 QUICK_SCORES: list[dict[str, Any]] = [
     {"scheme": "megatron", "cols": 2, "dp": 2, "sequence_parallel": True},
     {"scheme": "optimus", "rows": 2, "cols": 2, "stationary": "weight"},
@@ -64,6 +65,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"scheme": "optimus", "rows": 1, "cols": 3, "stationary": "weight", "pp": 2},
     {"scheme": "optimus", "rows": 2, "cols": 2, "stationary": "weight", "sequence_parallel": True},
     {"scheme": "single", "pp": 2, "stages_per_rank": 2},
+    {"scheme": "single", "pp": 2, "micro_batches": 2, **V_SHAPED},
     {"scheme": "megatron", "cols": 2, "dp": 2, "dp_mode": "fsdp"},
     {"scheme": "megatron", "cols": 4, "pp": 2, "sequence_parallel": True},
     {"scheme": "megatron_2d", "rows": 3, "cols": 1, "dp": 2, "dp_mode": "fsdp"},
@@ -231,6 +233,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("t5", {"scheme": "megatron_2d", "rows": 2, "cols": 2}),
     ("t5", {"scheme": "megatron", "cols": 2, "pp": 2}),
     ("t5", {"scheme": "single", "pp": 3, "stages_per_rank": 2}),
+    ("t5", {"scheme": "single", "pp": 3, "micro_batches": 3, **V_SHAPED}),
     ("t5", {"scheme": "subgraph", "branches": 2, "common": "first", "pp": 2}),
     ("transformer", {"scheme": "megatron", "cols": 4, "sequence_parallel": True}),
     ("transformer", {"scheme": "optimus", "rows": 2, "cols": 1, "schedule": "pipelined"}),

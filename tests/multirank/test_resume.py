@@ -39,7 +39,9 @@ from tests.support.multirank.runs import (
 
 def named(layout: dict[str, Any]) -> str:
     more = [
-        str(layout[key]) for key in ("common", "pp", "stages_per_rank", "dp_mode") if key in layout
+        str(layout[key])
+        for key in ("common", "pp", "stages_per_rank", "pipeline", "dp_mode")
+        if key in layout
     ]
     return "-".join([name_of({"scheme": "single", **layout}), *more])
 
@@ -93,7 +95,8 @@ SHAPES: list[dict[str, Any]] = [
 CUT = [{**shape, "dp_mode": mode} for shape in SHAPES for mode in ("zero1", "fsdp")]
 THREE, INTERLEAVED = SHAPES[1], {"pp": 2, "stages_per_rank": 2, "micro_batches": 4}
 HYBRID = {"dp": 4, "dp_mode": "fsdp", "shard_over": 2}
-SOME += [{**HYBRID, "dp_mode": "zero1"}, *CUT, HYBRID, INTERLEAVED]
+V_SHAPED = {**INTERLEAVED, "pipeline": "zbv"}
+SOME += [{**HYBRID, "dp_mode": "zero1"}, *CUT, HYBRID, INTERLEAVED, V_SHAPED]
 QUICK = [FIRST, HYBRID, INTERLEAVED]
 
 
@@ -134,6 +137,8 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (NOTHING, SUPER),
     ({**THREE, "dp_mode": "zero1"}, {**SHAPES[0], "dp_mode": "fsdp"}),
     (INTERLEAVED, STAGES),
+    (V_SHAPED, STAGES),
+    (STAGES, V_SHAPED),
     ({**SUPER, "dp_mode": "fsdp", "shard_over": 2}, HYBRID),
     (ONE, {"pp": 2, "micro_batches": 4}),
 ]
