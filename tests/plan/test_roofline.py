@@ -214,8 +214,8 @@ def test_without_a_head_of_tokens_nothing_multiplies_by_their_table() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 3, "zb_h1", "zbv"])
 def test_memory_of_pipelines(stages: int | str) -> None:
     """More micro-batches are under way on the first rank if it has several stages."""
-    order = {"stages_per_rank": stages} if isinstance(stages, int) else {"pipeline": stages}
-    order |= {"stages_per_rank": 2} if stages == "zbv" else {}
+    k = stages if isinstance(stages, int) else 1 + (stages == "zbv")
+    order = {"stages_per_rank": k, "pipeline": "auto" if isinstance(stages, int) else stages}
     layout = {"pp": 4, "micro_batches": 16, **order}
     sections = {"model": "gpt2-355m", "data": {"path": "."}, "layout": layout}
     run = parse_run({**sections, "train": {"global_batch": 64, "dtype": "bfloat16"}})

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gridformer.cluster.file import load_cluster
-from gridformer.config import LayoutConfig, RunConfig, parse_run
+from gridformer.config import LayoutConfig, PipelineOrder, RunConfig, parse_run
 from gridformer.memory.estimate import Changes, changes_of
 from gridformer.memory.room import on_gpu
 from gridformer.parallel.auto import heuristics
@@ -411,7 +411,7 @@ def test_a_step_whose_layers_do_not_repeat_runs_completely(monkeypatch: pytest.M
 
 
 PIPELINES = st.tuples(
-    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_h1", "zbv"]),
+    st.sampled_from(get_args(PipelineOrder)),
     st.integers(2, 12),
     st.integers(2, 3),
     st.integers(1, 40),
@@ -420,14 +420,13 @@ PIPELINES = st.tuples(
 
 @given(PIPELINES, st.data())
 def test_a_shorter_schedule_has_every_kind_of_pass(
-    drawn: tuple[str, int, int, int], data: st.DataObject
+    drawn: tuple[PipelineOrder, int, int, int], data: st.DataObject
 ) -> None:
     order, pp, k, m = drawn
     k = {"interleaved": k, "zbv": 2}.get(order, 1)
-    stages = {"stages_per_rank": k, "pipeline": order}
     if order == "interleaved":
         m = -(-m // pp) * pp
-    layout = LayoutConfig(pp=pp, micro_batches=m, **stages)
+    layout = LayoutConfig(pp=pp, micro_batches=m, stages_per_rank=k, pipeline=order)
     index = data.draw(st.integers(0, pp - 1))
     short = shortened(layout, [index])
     (schedule,) = short.schedules
