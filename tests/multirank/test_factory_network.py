@@ -73,6 +73,14 @@ def equals_one_device(pool: WorkerPool, cell: tuple[str, str, int, str], *over: 
         worst_of(pool.run(n, *over, own_networks.in_double, compare, layout, model, settings, 2))
 
 
+def test_a_stage_without_layers_sends_what_layers_compute_in(pool: WorkerPool) -> None:
+    """In 16 bits the network's own code adds embeddings in 32."""
+    layout, model = {"pp": 3, "micro_batches": 4}, own_networks.of("scaled", n_layers=1)
+    settings = {**SETTINGS, "dtype": "bfloat16"}
+    worst = pool.run(3, compare, layout, {**model, "max_seq_len": 12}, settings, 2)
+    assert max(rank["loss"] for rank in worst) < 1e-3
+
+
 def a_run(model: Any, data: Path | str, layout: dict[str, Any]) -> RunConfig:
     settings = {**TRAIN, "global_batch": 32, "eval_batches": 2, "device": "cpu"}
     sections = {"model": model, "data": {"path": str(data), "seq_len": 12}, "layout": layout}

@@ -50,7 +50,7 @@ class NetworkLayer(Layer):
 class _Passing(nn.Module):
     """Stands for a layer that another stage runs, whose numbers and kinds code around it reads.
 
-    In a stage without layers, one of them does what `change` is.
+    In a stage without layers, one of them makes `changes` to what enters layers.
     """
 
     leaving: list[Tensor]
@@ -63,13 +63,10 @@ class _Passing(nn.Module):
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
         x = self.__dict__.pop("entering", x)
         if "leaving" in self.__dict__:
-            x = self.__dict__.pop("change", _unchanged)(x)
+            for change in self.__dict__.pop("changes"):
+                x = change(x)
             self.leaving.append(x)
         return x
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
 
 
 class _StageEndError(Exception):
@@ -239,9 +236,9 @@ class NetworkModel(Model):
             mine = {n: m for n, m in every.items() if f"layers.{n}" in names}
             layers._modules = self._passing | mine  # in their order
             here: list[Any] = [*mine.values()] or [*layers.children()][:1]
-            changes = [self.beside_layers[name] for name in names if name in self.beside_layers]
-            if not mine and changes:
-                here[0].change = changes[0]
+            if not mine:
+                beside = self.beside_layers
+                here[0].changes = [self._cast, *(beside[name] for name in names if name in beside)]
             if entering is not None:
                 here[0].entering = entering
             ends = without_tail and not self.reads_embeddings
