@@ -28,6 +28,7 @@ from gridformer.record.itineraries import shortened
 from gridformer.record.layers import NotPeriodicError
 from gridformer.record.rank import RankRecord, record_ranks
 from gridformer.record.step import RecordOptions, StepPart, StepRecord, record_step
+from gridformer.train import muon
 from tests.support.foreign import save_llama
 from tests.support.marks import full_unless
 from tests.support.multirank import own_networks
@@ -92,6 +93,19 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "sub-graphs": ({**BRANCHES, "pp": 2, "micro_batches": 6}, {}, {"dropout": 0.1}),
     "cSub*": ({**BRANCHES, "common": "first", "pp": 2, "micro_batches": 4}, {"device": "cuda"}, {}),
     "encoder and decoder in a pipeline": ({**MEGATRON, "pp": 4}, {}, {"family": "t5"}),
+    # Matrices of several layers are updated together.
+    "Muon": ({**OPTIMUS, "dp": 2}, {"optimizer": "muon", "dtype": "bfloat16"}, {"family": "llama"}),
+    "Muon, zero1*": ({**MEGATRON, "dp": 2, "dp_mode": "zero1"},
+        {"optimizer": "muon", "device": "cuda"}, {}),
+    "Muon, fsdp": ({"dp": 2, "dp_mode": "fsdp"},
+        {"optimizer": "muon", "device": "cuda", "recompute": "full", "recompute_layers": 4},
+        {"family": "t5"}),
+    "Muon by head, interleaved": ({**MEGATRON, "dp": 2, "dp_mode": "fsdp", "stages_per_rank": 2},
+        {"optimizer": "muon", "muon_by_head": True, "dtype": "bfloat16"}, {"family": "t5"}),
+    "Muon by layer": ({"dp": 2, "dp_mode": "zero1"},
+        {"optimizer": "muon", "clip_by": "layer", "device": "cuda"}, {}),
+    "Muon, experts": ({**MEGATRON, "dp": 2, "experts_over": ["cols"]},
+        {"optimizer": "muon", "device": "cuda"}, {**EXPERTS, "dense_layers": 2}),
     "saves meanwhile": ({"pp": 2, "micro_batches": 4}, {"async_save": True, "save_every": 1}, {}),
     "in backward, sequence parallel": (
         {**MEGATRON, "sequence_parallel": True, "pp": 4, "micro_batches": 8},
@@ -243,6 +257,7 @@ def test_methods_are_those_of_the_complete_step(
         return record
 
     monkeypatch.setattr(rank, "record_step", noted)
+    monkeypatch.setattr(muon, "TOGETHER", 2**12)  # small ones take several turns, too
     run = run_of(*METHODS[method])
     pairs = [*both(run)]
     assert len(recorded) <= 6 * len(different_ranks(run, decide_run(run))), "few ranks"

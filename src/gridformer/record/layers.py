@@ -48,11 +48,7 @@ def removable(run: RunConfig, decisions: Decisions, kept: int, worth: int | None
     Without a pipeline, this is the number for each stack of layers. The shortest stage of the
     shorter model keeps `kept` layers of both kinds, or all. If less than `worth` layers could be
     left out, all are run. With `train.recompute_layers: 0` there are no recomputed ones.
-
-    With Muon none may, because it takes matrices of several layers together.
     """
-    if run.train.optimizer == "muon":
-        return Fewer(0, 0)
     worth = _WORTH if worth is None else worth
     model = run.model
     if run.layout.pp == 1:
@@ -72,14 +68,17 @@ def removable(run: RunConfig, decisions: Decisions, kept: int, worth: int | None
 
 
 @contextmanager
-def without_layers(run: RunConfig, decisions: Decisions, fewer: Fewer) -> Iterator[RunConfig]:
+def without_layers(
+    run: RunConfig, decisions: Decisions, fewer: Fewer
+) -> Iterator[tuple[RunConfig, list[str]]]:
     """Yields the run with fewer layers in each stage, whose stages are cut so inside the context.
 
-    A stage with layers of an encoder and of a decoder loses some of those that it has more of.
+    It also yields the links of the last layers, which are like those that are left out. A stage
+    with layers of an encoder and of a decoder loses some of those that it has more of.
     """
     model, layout, n = run.model, run.layout, sum(fewer)
     if not n:
-        yield run
+        yield run, []
         return
     first = {"recompute_layers": run.train.recompute_layers - fewer.recomputed}
     run = run.model_copy(update={"train": run.train.model_copy(update=first)})
@@ -87,7 +86,9 @@ def without_layers(run: RunConfig, decisions: Decisions, fewer: Fewer) -> Iterat
         changes = {"n_layers": model.n_layers - n}
         if model.two_stacks:
             changes["n_decoder_layers"] = model.n_decoder_layers - n
-        yield run.model_copy(update={"model": model.model_copy(update=changes)})
+        shorter = run.model_copy(update={"model": model.model_copy(update=changes)})
+        each = (name for name in link_names(shorter.model) if name[-1].isdigit())
+        yield shorter, [*{name.rstrip("0123456789"): name for name in each}.values()]
         return
     stages = stages_of(model, layout.n_stages, decisions.choices.work)
     stacks = [_longest(model, stage)[0] for stage in stages]
@@ -97,8 +98,14 @@ def without_layers(run: RunConfig, decisions: Decisions, fewer: Fewer) -> Iterat
         changes["n_decoder_layers"] = model.n_decoder_layers - n * decoders
     shorter = run.model_copy(update={"model": model.model_copy(update=changes)})
     ends = [0, *itertools.accumulate(len(stage) - n for stage in stages)]
-    with with_stages(shorter.model, [range(a, b) for a, b in itertools.pairwise(ends)]):
-        yield shorter
+    stages = tuple(range(a, b) for a, b in itertools.pairwise(ends))
+    names = link_names(shorter.model)
+    last = [
+        [names[i] for i in stage if names[i].startswith(stack)][-1]
+        for stack, stage in zip(stacks, stages)
+    ]
+    with with_stages(shorter.model, stages):
+        yield shorter, last
 
 
 def _longest(model: ModelConfig, stage: Sequence[int]) -> tuple[str, int]:

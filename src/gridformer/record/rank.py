@@ -165,8 +165,10 @@ class _Line:
             # Without a pipeline the first pass makes gradients, the last one begins their sums.
             several, m = self.run.layout.pp > 1, self.run.layout.micro_batches
             follows = self._schedule.itinerary if several else sorted({0, min(1, m - 1), m - 1})
-        with without_layers(self.run, self.decisions, fewer) as part:
-            record = record_step(part, self.ranks[0], self.decisions, self.how, follows)
+        with without_layers(self.run, self.decisions, fewer) as (part, last):
+            # Muon takes matrices of several layers together, so those of all layers.
+            more = {} if self.how.extent == "few layers" else dict.fromkeys(last, sum(fewer))
+            record = record_step(part, self.ranks[0], self.decisions, self.how, follows, more)
         if record.parts and follows:
             record.trace.events = []
         return record

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +32,7 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.pipeline import Event
 from gridformer.parallel.pipeline.schedules import PASSES, Itinerary
+from gridformer.parallel.pipeline.stages import parameters_under
 from gridformer.parallel.tensor.norm import GridNorm
 from gridformer.record.batch import rows_like
 from gridformer.record.device import NAME, Backend
@@ -52,6 +53,7 @@ from gridformer.record.group import Log, recording
 from gridformer.record.place import Places
 from gridformer.record.tracker import Entry, MemoryTracker
 from gridformer.train.compile import why_uncompiled
+from gridformer.train.muon import Muon
 from gridformer.train.step import Stepper
 from gridformer.utils.errors import UserError
 from gridformer.utils.process import no_garbage_collection
@@ -150,6 +152,7 @@ def record_step(
     decisions: Decisions,
     how: RecordOptions,
     follows: Itinerary | Sequence[int] | None = None,
+    more: Mapping[str, int] | None = None,
 ) -> StepRecord:
     """Records one step of a rank.
 
@@ -163,6 +166,7 @@ def record_step(
         how: What is recorded; with storages also kernels.
         follows: What the rank runs, if not all of the step: a schedule of a pipeline, or some
             micro-batches without one.
+        more: By links of layers, for how many other layers Muon updates their matrices, too.
     """
     layout, train = run.layout, run.train
     with ExitStack() as stack:
@@ -182,6 +186,7 @@ def record_step(
             stepper.executor.follows = cast("Any", follows)
             stepper.updates.around = log.update
             stepper.updates.allocate(0)
+            _repeat_matrices(stepper, more or {})
             if kernels:  # those of a step alone
                 events.clear()
             log.trace.reads.clear()
@@ -221,6 +226,21 @@ def record_step(
     if how.storages:  # a new list, for storages may end later
         log.trace.events = [event for event in events if not isinstance(event, Held)]
     return record
+
+
+def _repeat_matrices(stepper: Stepper, more: Mapping[str, int]) -> None:
+    """Lets Muon update matrices of layers again, in place of those of layers that are left out."""
+    model = stepper.model
+    times = {
+        parameter: more[link.name]
+        for link in model.links()
+        if link.name in more
+        for path in link.modules
+        for parameter in parameters_under(model, path)
+    }
+    for optimizer in stepper.updates.units[-1].optimizers:
+        for alike in optimizer.alike if isinstance(optimizer, Muon) else ():
+            alike += [one for one in alike for _ in range(times.get(one.parameter, 0))]
 
 
 def _mark_states(stepper: Stepper, tracker: MemoryTracker, record: StepRecord) -> list[Tensor]:

@@ -66,6 +66,7 @@ class Muon(torch.optim.Optimizer):
         axes: The axes of the mesh.
 
     Attributes:
+        alike: The matrices, in lists of those that are alike.
         found_inf: 1 if a step must update nothing, otherwise 0, as a float32 scalar; None means 0.
         grad_scale: What gradients are to be divided by; None means 1.
     """
@@ -83,13 +84,13 @@ class Muon(torch.optim.Optimizer):
         for parameter, width in matrices.items():
             matrix = _Matrix(parameter, width, axes)
             alike[matrix.kind].append(matrix)
-        self._alike = [*alike.values()]
+        self.alike = [*alike.values()]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates all matrices from their gradients."""
         (group,) = self.param_groups
-        for matrices in self._alike:
+        for matrices in self.alike:
             first = matrices[0]
             n = first.replicas.size * max(1, TOGETHER // max(1, first.parameter.numel()))
             turns = [matrices[i : i + n] for i in range(0, len(matrices), n)]
