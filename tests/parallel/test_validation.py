@@ -78,9 +78,6 @@ pp=2 pipeline=interleaved
 pp=2 pipeline=zb_h1 micro_batches=2 train.update=in_backward train.clip_by=layer
     layout.pipeline=zb_h1 computes gradients of weights after their backward pass, which does not
     work with train.update=in_backward: use layout.pipeline=auto, or train.update=after_backward
-pp=2 pipeline=zb_h1 micro_batches=2 train.compile=true
-    layout.pipeline=zb_h1 computes gradients of weights after their backward pass, which does not
-    work with train.compile=true: use layout.pipeline=auto, or train.compile=false
 pp=3 pipeline=zb_h1 micro_batches=2
     layout.pipeline=zb_h1 needs at least as many micro-batches as layout.pp=3 stages, not
     layout.micro_batches=2: use layout.pipeline=auto, or layout.micro_batches=3

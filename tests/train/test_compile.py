@@ -21,6 +21,7 @@ from gridformer.launch.run import execute
 from gridformer.mesh import Axes
 from gridformer.models import Model
 from gridformer.models.blocks import scores
+from gridformer.models.blocks.late_gradient import WeightPass, split_backward
 from gridformer.parallel import build_parallel
 from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.zero import stored
@@ -91,7 +92,7 @@ def train(
     layout, axes = layout or LayoutConfig(), axes or Axes()
     model = build_parallel(config, layout, axes, 3, CPU, dtype)
     if backend:
-        compile_model(model, backend)
+        compile_model(model, backend, layout.pipeline == "zb_h1")
     # The keys' biases have gradients of rounding error only; a large epsilon keeps Adam from
     # scaling them up.
     settings = TrainConfig(global_batch=4, dtype=dtype, lr=1e-2, adam_eps=1e-3, **methods)
@@ -145,6 +146,31 @@ def test_compiled_steps_are_the_same_steps(evaluates: bool) -> None:
     assert_same(got, want)
     assert not counters["graph_break"]
     assert graphs() == (4 if evaluates else 2), "block and loss, and both for evaluation"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU backend compiles C++ with g++")
+@pytest.mark.timeout(600)
+def test_weight_passes_find_what_compiled_backward_passes_had() -> None:
+    """The real compiler puts tensors into the memory of others, if it is not told to leave it."""
+    config, gradients = tiny(n_layers=2), []
+    for backend in ("inductor", ""):
+        model = build_parallel(config, LayoutConfig(), Axes(), 3, CPU)
+        if backend:
+            compile_model(model, backend, splits=True)
+        passes = [WeightPass() for _ in range(2)]
+        with split_backward():
+            for number, left in enumerate(passes):
+                hidden = model.run(next_words(batch_of(number, config, 2))).hidden
+                assert hidden is not None
+                with left.open():
+                    hidden.square().sum().backward()
+        assert model.get_parameter("layers.1.mlp.up.weight").grad is None
+        for left in passes:
+            left.run()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, want in gradients[1].items():
+        assert torch.allclose(gradients[0][name], want, 1e-4, 1e-5 * float(want.abs().max())), name
 
 
 def test_documents_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +282,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
     "stages, bfloat16": ({"pp": 2}, {}, {"dtype": "bfloat16", "cast": "use"}, 0),
     # Between forward and backward of a micro-batch its stage runs another one.
     "stages": ({"pp": 2}, DROPS, {"recompute": "full"}, 0),
+    "zero bubble": ({"pp": 2, "pipeline": "zb_h1"}, DROPS, {"recompute": "full"}, 0),
+    "zero bubble, fsdp, bfloat16": ({"pp": 2, "pipeline": "zb_h1", "dp": 2, "dp_mode": "fsdp"}, {},
+        {"dtype": "bfloat16"}, 0),
+    "zero bubble, megatron": ({"pp": 2, "pipeline": "zb_h1", "scheme": "megatron", "cols": 2}, {},
+        {"dtype": "bfloat16"}, 6),
     "megatron": ({"scheme": "megatron", "cols": 2}, {}, {}, 6),
     "sequence": ({"scheme": "megatron", "cols": 2, "sequence_parallel": True}, DROPS, {}, 6),
     "megatron_2d": ({"scheme": "megatron_2d", **GRID}, {}, {}, 6),
@@ -275,7 +306,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", full_unless("sequence".__eq__, LAYOUTS))
+@pytest.mark.parametrize("name", full_unless(("sequence", "zero bubble").__contains__, LAYOUTS))
 def test_every_layout_is_compiled(pool: WorkerPool, name: str) -> None:
     """Compiled and uncompiled steps are bit-equal, and blocks break where they communicate.
 

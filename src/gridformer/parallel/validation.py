@@ -376,13 +376,12 @@ def _pipeline(run: RunConfig) -> Iterator[Violation]:
             f"stages, not layout.micro_batches={m}"
         )
         yield Violation("1f1b", text, [no_order, _one("layout.micro_batches", range(pp, most + 1))])
-    for key, value, off in ("update", "in_backward", "after_backward"), ("compile", True, False):
-        if layout.splits_backward and getattr(run.train, key) == value:
-            text = (
-                f"layout.pipeline={order} computes gradients of weights after their backward pass, "
-                f"which does not work with train.{key}={format_value(value)}"
-            )
-            yield Violation(f"late {key}", text, [no_order, _one(f"train.{key}", [off])])
+    if layout.splits_backward and run.train.update == "in_backward":
+        text = (
+            f"layout.pipeline={order} computes gradients of weights after their backward pass, "
+            "which does not work with train.update=in_backward"
+        )
+        yield Violation("late update", text, [no_order, _one("train.update", ["after_backward"])])
     if several and order in ("auto", "interleaved") and m % max(1, m // pp) != 0:
         text = (
             f"layout.micro_batches={m} cannot form equal rounds of at least layout.pp={pp} "

@@ -46,18 +46,24 @@ _in_parts, _over_rows = scores.attention_in_parts, GatheringRows.attend
 _left_out: set[type[nn.Module]] = set()  # whose forward passes are excluded
 
 
-def compile_model(model: Model, backend: str = "inductor") -> None:
+# Weight passes read memory of an earlier backward pass, so compiled code may not write there again.
+_NOTHING_REUSED = {"allow_buffer_reuse": False, "inplace_buffers": False}
+
+
+def compile_model(model: Model, backend: str = "inductor", splits: bool = False) -> None:
     """Compiles a model's blocks and loss in place, each when it is first called.
 
     Shapes are treated as static; another micro-batch size or sequence length recompiles, and so
     does evaluation, which saves nothing for a backward pass. Dropout reads what its masks depend on
     from a tensor, its counter, because compiled code would treat numbers as constants. In bfloat16
-    and float16 the products of blocks are operators, which read the copies of a step. Where the
+    and float16 the products of blocks are operators, which read the copies of a step; with `splits`
+    they are, too, and leave gradients of weights to weight passes. Where the
     common layers of D&SP-cSub are on another rank, nothing is compiled.
 
     Args:
         model: This rank's model on any layout.
         backend: The backend of torch.compile; `aot_eager` needs no C++ compiler and is not faster.
+        splits: Whether backward passes are split (gridformer.models.blocks.late_gradient).
     """
     from torch import compile
     from torch.compiler import disable
@@ -70,13 +76,16 @@ def compile_model(model: Model, backend: str = "inductor") -> None:
     for module in (module for part in parts for module in part.modules()):
         if is_left_out(module):
             _leave_out_all(type(module))
-        if isinstance(module, Linear | MergedLinear) and copy_of(next(module.parameters())):
+        if isinstance(module, Linear | MergedLinear) and (
+            splits or copy_of(next(module.parameters()))
+        ):
             as_operator(module)
     if scores.attention_in_parts is _in_parts:  # whose parts would each be compiled
         scores.attention_in_parts = disable(_in_parts)
         GatheringRows.attend = disable(_over_rows)  # type: ignore[method-assign] # it communicates
+    options = _NOTHING_REUSED if splits and backend == "inductor" else None
     for part in parts:
-        compiled = compile(part.forward, backend=backend, dynamic=False)
+        compiled = compile(part.forward, backend=backend, dynamic=False, options=options)
         part.forward = _with_counters(part, compiled)
 
 
@@ -133,9 +142,6 @@ def why_uncompiled(run: RunConfig, device_type: str) -> str:
         "deterministic=true has been shown for uncompiled blocks only": train.deterministic,
         "the rows of a mixture of experts depend on the data": model.n_experts > 0,
         "they are another library's": model.family == "network",
-        f"pipeline={run.layout.pipeline} leaves gradients of weights for later": (
-            run.layout.splits_backward
-        ),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")
 

@@ -90,10 +90,13 @@ class WeightPass:
 
     Attributes:
         roots: The results of their nodes, in the order of that pass.
+        compiled: Parameters whose gradients compiled code has left, each with what makes it. Their
+            nodes are made in the weight pass, since compiled code has none of its own.
     """
 
     def __init__(self) -> None:
         self.roots: list[Tensor] = []
+        self.compiled: list[tuple[Tensor, Callable[[], Started]]] = []
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -107,7 +110,8 @@ class WeightPass:
     @property
     def parameters(self) -> set[Tensor]:
         """The parameters whose gradients it computes."""
-        found, nodes = set(), [root.grad_fn for root in self.roots]
+        found = {parameter for parameter, _ in self.compiled}
+        nodes = [root.grad_fn for root in self.roots]
         while nodes:
             node: Any = nodes.pop()
             if hasattr(node, "variable"):
@@ -118,6 +122,10 @@ class WeightPass:
     def run(self) -> None:
         """Computes the gradients and adds them to `.grad`."""
         roots, self.roots = self.roots, []
+        while self.compiled:  # autograd takes the node that was made last first
+            parameter, start = self.compiled.pop()
+            roots.insert(0, root := _Late.apply(parameter))
+            root.grad_fn.start = start
         nodes: list[Any] = [root.grad_fn for root in roots]
         for node, after in pairwise(nodes):
             node.after = after

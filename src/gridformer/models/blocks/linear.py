@@ -365,6 +365,7 @@ class _SideBySide(torch.autograd.Function):
 _OPERATORS: WeakValueDictionary[int, Linear | MergedLinear] = WeakValueDictionary()
 define("linear(Tensor x, Tensor key, int n_out) -> Tensor")
 define("linear_input_gradient(Tensor grad, Tensor key, int n_in) -> Tensor")
+define("linear_late_gradients(Tensor grad, Tensor key, Tensor x) -> Tensor")
 define("linear_weight_gradients(Tensor x, Tensor grad, Tensor key, int[] widths) -> Tensor[]")
 
 
@@ -372,7 +373,7 @@ _KEYS = count()
 
 
 def as_operator(module: Linear | MergedLinear) -> None:
-    """Lets a module compute its product, of half precision with float32 weights, by operators."""
+    """Lets a module compute its product by operators in compiled code."""
     if module.key is None:
         module.key = torch.tensor(next(_KEYS), device="cpu")
         _OPERATORS[int(module.key)] = module
@@ -381,16 +382,20 @@ def as_operator(module: Linear | MergedLinear) -> None:
 def _called(module: Linear | MergedLinear, x: Tensor) -> Tensor:
     parts = module.parts()
     biases = [part.bias for part in parts if part.bias is not None]
+    late = SPLIT.wanted and x.requires_grad
     out: Tensor = _Operator.apply(
-        x, module.key, len(parts), *(part.weight for part in parts), *biases
+        x, module.key, len(parts), late, *(part.weight for part in parts), *biases
     )
     return out
 
 
 class _Operator(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, key: Tensor, n_parts: int, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, key: Tensor, n_parts: int, late: bool, *parameters: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, key)
+        ctx.late = late
         ctx.widths = [weight.shape[1] for weight in parameters[:n_parts]]
         ctx.biased, ctx.dtype = len(parameters) > n_parts, parameters[0].dtype
         out: Tensor = torch.ops.gridformer.linear(x, key, sum(ctx.widths))
@@ -401,13 +406,15 @@ class _Operator(torch.autograd.Function):
         ops, (x, key), (grad,) = torch.ops.gridformer, ctx.saved_tensors, grads
         grad_x, biases = None, ()
         weights: Sequence[Tensor | None] = [None] * len(ctx.widths)
-        if ctx.needs_input_grad[0]:
+        if ctx.late:
+            grad_x = ops.linear_late_gradients(grad, key, x)
+        elif ctx.needs_input_grad[0]:
             grad_x = ops.linear_input_gradient(grad, key, x.shape[-1])
-        if any(ctx.needs_input_grad[3 : 3 + len(weights)]):
+        if not ctx.late and any(ctx.needs_input_grad[4 : 4 + len(weights)]):
             weights = ops.linear_weight_gradients(x, grad, key, ctx.widths)
         if ctx.biased:
             biases = grad.flatten(0, -2).sum(0).to(ctx.dtype).split(ctx.widths)
-        return grad_x, None, None, *weights, *biases
+        return grad_x, None, None, None, *weights, *biases
 
 
 def _copies(key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -426,12 +433,33 @@ def _(grad: Tensor, key: Tensor, n_in: int) -> Tensor:
     return as_rows(grad) @ _copies(key, grad.dtype)[0].t()
 
 
+@torch.library.impl(LIBRARY, "linear_late_gradients", "CompositeExplicitAutograd")
+def _(grad: Tensor, key: Tensor, x: Tensor) -> Tensor:
+    """Returns the gradient of x, and leaves those of the weights to the open weight pass.
+
+    That reads x and `grad` later, so compiled code must not put anything else into their memory.
+    """
+    parts: Sequence[Linear | MergedPart] = _OPERATORS[int(key)].parts()
+    weights = [part.weight for part in parts]
+    factors = _factors(x, grad, [weight.shape[1] for weight in weights])
+    assert SPLIT.left_to is not None, "a backward pass outside of a weight pass is not split"
+    SPLIT.left_to.compiled += [
+        (weight, partial(_added_product, weight, *pair)) for weight, pair in zip(weights, factors)
+    ]
+    return torch.ops.gridformer.linear_input_gradient(grad, key, x.shape[-1])
+
+
 @torch.library.impl(LIBRARY, "linear_weight_gradients", "CompositeExplicitAutograd")
 def _(x: Tensor, grad: Tensor, key: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    rows = x.flatten(0, -2).t()
     parts: Sequence[Linear | MergedPart] = _OPERATORS[int(key)].parts()
-    gradients = as_rows(grad).flatten(0, -2).split(widths, -1)
-    return [_added_product(part.weight, rows, some) for part, some in zip(parts, gradients)]
+    factors = _factors(x, grad, widths)
+    return [_added_product(part.weight, *pair) for part, pair in zip(parts, factors)]
+
+
+def _factors(x: Tensor, grad: Tensor, widths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Returns the factors of the gradients of weights that lie side by side."""
+    rows = x.flatten(0, -2).t()
+    return [(rows, some) for some in as_rows(grad).flatten(0, -2).split(widths, -1)]
 
 
 def _added_product(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -446,6 +474,11 @@ def _added_product(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 @torch.library.register_fake("gridformer::linear_input_gradient", lib=LIBRARY)
 def _(x: Tensor, key: Tensor, width: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], width))
+
+
+@torch.library.register_fake("gridformer::linear_late_gradients", lib=LIBRARY)
+def _(grad: Tensor, key: Tensor, x: Tensor) -> Tensor:
+    return grad.new_empty(x.shape)
 
 
 @torch.library.register_fake("gridformer::linear_weight_gradients", lib=LIBRARY)
