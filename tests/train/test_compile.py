@@ -13,6 +13,9 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, TrainConfig, parse_run
@@ -254,6 +257,53 @@ def test_compiled_products_are_those_of_uncompiled_code(changes: dict[str, Any])
     assert not any("mm" in target for nodes in graphs for target in nodes)
     shapes = {tuple(p.shape) for p in got[2].parameters() if p.dim() == 2}
     assert not shapes & {*casts}
+
+
+KEPT: list[dict[str, Any]] = [
+    {"dropout": 0.1},
+    {"family": "bert", "attention_dropout": 0.1},
+    {"family": "llama", "n_kv_heads": 2, "ffn_size": 256, "qk_norm": True},
+    {"family": "t5"},
+]
+
+
+@pytest.mark.parametrize("changes", full_unless(KEPT[0].__eq__, KEPT), ids=str)
+def test_compiled_blocks_keep_what_uncompiled_ones_do(changes: dict[str, Any]) -> None:
+    """`memory` records uncompiled code, which must keep no more than the compiler's partitioner."""
+    kept = [bytes_of_a_layer(backend, **changes) for backend in (CUTS, "")]
+    assert kept[0] == pytest.approx(kept[1], rel=0.01)
+
+
+CUTS = aot_autograd(
+    fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+    partition_fn=min_cut_rematerialization_partition,
+    decompositions=select_decomp_table(),
+)
+
+
+def bytes_of_a_layer(backend: Any, **changes: Any) -> int:
+    """Return how many bytes autograd keeps of the activations of a layer in bfloat16."""
+    kept = []
+    for n_layers in (2, 3):
+        config = tiny(**{"n_layers": n_layers, "hidden_size": 96, "n_heads": 4, **changes})
+        model = build_parallel(config, LayoutConfig(), Axes(), 3, CPU, "bfloat16")
+        if backend:
+            compile_model(model, backend)
+        saved: list[Tensor] = []
+
+        def keep(x: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(x)
+            return x
+
+        batch = next_words(batch_of(0, config, 2))
+        batch["source"] = batch["tokens"]
+        with saved_tensors_hooks(keep, lambda x: x):
+            hidden = model.run(batch).hidden  # its graph keeps what it saves
+        assert hidden is not None
+        of_model = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+        kept.append(sum(n for where, n in storages.items() if where not in of_model))
+    return kept[1] - kept[0]
 
 
 def test_names_and_state_stay() -> None:

@@ -130,11 +130,9 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
     of the gradients of its wide product with what that gathers, and of the copies of an RMSNorm.
     """
     work, item, grid = choices.work, choices.work.itemsize, choices.rows * choices.cols
-    h, boundary = run.model.hidden_size, spec_of(run.layout).boundary(run.layout)
-    stacks = stacks_of(run)
+    h, stacks = run.model.hidden_size, stacks_of(run)
     kept, layer = dict.fromkeys(stacks, 0.0), 0.0
     between = 1 / grid if choices.between == "cut" else 1.0
-    rms = any(choice.product.rms for choice in choices.products.values())
     for choice in choices.products.values():
         product, rows = choice.product, work.rows_of(choice.product)
         if product.section == "head":
@@ -145,14 +143,11 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
             # The results of attention before they are redistributed.
             one += choices.redistributed(choice) * item * (work.recompute != "selective")
         else:
-            # LayerNorm of whole rows keeps its input in float32.
-            local = boundary.activation_layout == "h" and choices.cols > 1
-            local |= bool(boundary.h_over) and choices.rows > 1
-            norm = 1.0 if rms or local else max(4, item) / item
+            norm = 2
             if product.reads == "source" and stack_of(product) == "decoder":  # is kept once for all
-                norm = -1.0
+                norm = 0
             relu = product.section == "feed_forward" and run.model.family in ("t5", "transformer")
-            one = (1 + norm) * rows * h * between * item + whole * choice.n_out * (not relu)
+            one = norm * rows * h * between * item + whole * choice.n_out * (not relu)
             if product.section == "attention" and product.parts:  # kept again when they are rotated
                 heads, groups = run.model.n_heads, run.model.kv_heads
                 one += whole * choice.n_out * (heads + groups) / (heads + 2 * groups)
@@ -169,7 +164,7 @@ def _activations(run: RunConfig, choices: Choices) -> tuple[dict[str, float], fl
     residual = max(work.tokens, work.source) * h * between
     of_a_layer = sum(kept.values()) / sum(stacks.values())
     layer += 2 * residual * item  # a gradient, and the next one computed from it
-    if rms and item < 4:
+    if item < 4 and any(choice.product.rms for choice in choices.products.values()):
         layer = max(layer, _NORM_COPIES * residual * 4 - _FREED * of_a_layer)
     scores = _scores(run, choices)
     if scores:

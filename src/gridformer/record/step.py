@@ -32,7 +32,6 @@ from gridformer.parallel.axes import build_axes
 from gridformer.parallel.data.zero import replica_part
 from gridformer.parallel.pipeline import Event
 from gridformer.parallel.pipeline.schedules import PASSES, Itinerary
-from gridformer.parallel.pipeline.stages import parameters_under
 from gridformer.parallel.tensor.norm import GridNorm
 from gridformer.record.batch import rows_like
 from gridformer.record.device import NAME, Backend
@@ -230,13 +229,14 @@ def record_step(
 
 def _repeat_matrices(stepper: Stepper, more: Mapping[str, int]) -> None:
     """Lets Muon update matrices of layers again, in place of those of layers that are left out."""
-    model = stepper.model
+    here = dict(stepper.model.named_modules())
     times = {
         parameter: more[link.name]
-        for link in model.links()
+        for link in stepper.model.links()
         if link.name in more
         for path in link.modules
-        for parameter in parameters_under(model, path)
+        if path in here
+        for parameter in here[path].parameters()
     }
     for optimizer in stepper.updates.units[-1].optimizers:
         for alike in optimizer.alike if isinstance(optimizer, Muon) else ():

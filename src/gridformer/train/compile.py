@@ -83,7 +83,7 @@ def compile_model(model: Model, backend: str = "inductor", splits: bool = False)
     if scores.attention_in_parts is _in_parts:  # whose parts would each be compiled
         scores.attention_in_parts = disable(_in_parts)
         GatheringRows.attend = disable(_over_rows)  # type: ignore[method-assign] # it communicates
-    options = _NOTHING_REUSED if splits and backend == "inductor" else None
+    options: Any = _NOTHING_REUSED if splits and backend == "inductor" else None
     for part in parts:
         compiled = compile(part.forward, backend=backend, dynamic=False, options=options)
         part.forward = _with_counters(part, compiled)
