@@ -408,7 +408,7 @@ def test_a_compiled_run_resumes_an_uncompiled_one(
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(sections))
     calls: list[Model] = []
 
-    def compile_quickly(model: Model) -> None:
+    def compile_quickly(model: Model, splits: bool) -> None:
         calls.append(model)
         compile_model(model, "aot_eager")
 
