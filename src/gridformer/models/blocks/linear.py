@@ -443,9 +443,9 @@ def _(grad: Tensor, key: Tensor, x: Tensor) -> Tensor:
     weights = [part.weight for part in parts]
     factors = _factors(x, grad, [weight.shape[1] for weight in weights])
     assert SPLIT.left_to is not None, "a backward pass outside of a weight pass is not split"
-    SPLIT.left_to.compiled += [
+    SPLIT.left_to.compiled.extend(
         (weight, partial(_added_product, weight, *pair)) for weight, pair in zip(weights, factors)
-    ]
+    )
     return torch.ops.gridformer.linear_input_gradient(grad, key, x.shape[-1])
 
 
