@@ -87,9 +87,6 @@ pp=2 pipeline=zbv micro_batches=2 model.n_layers=3
 pp=2 stages_per_rank=2 pipeline=zbv model.n_layers=3
     layout.pipeline=zbv needs at least as many micro-batches as layout.pp=2 stages, not
     layout.micro_batches=1: use layout.pipeline=auto, or layout.micro_batches=2
-pp=2 stages_per_rank=2 pipeline=zbv model.n_layers=3 micro_batches=2 train.compile=true
-    layout.pipeline=zbv computes gradients of weights after their backward pass, which does not
-    work with train.compile=true: use layout.pipeline=auto, or train.compile=false
 pp=2 stages_per_rank=2 pipeline=gpipe model.n_layers=3 micro_batches=4
     layout.pipeline=gpipe has one stage per rank, not layout.stages_per_rank=2: use
     layout.pipeline=auto, or layout.stages_per_rank=1

@@ -95,7 +95,7 @@ def train(
     layout, axes = layout or LayoutConfig(), axes or Axes()
     model = build_parallel(config, layout, axes, 3, CPU, dtype)
     if backend:
-        compile_model(model, backend, layout.pipeline == "zb_h1")
+        compile_model(model, backend, layout.splits_backward)
     # The keys' biases have gradients of rounding error only; a large epsilon keeps Adam from
     # scaling them up.
     settings = TrainConfig(global_batch=4, dtype=dtype, lr=1e-2, adam_eps=1e-3, **methods)
@@ -335,6 +335,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
     "zero bubble": ({"pp": 2, "pipeline": "zb_h1"}, DROPS, {"recompute": "full"}, 0),
     "zero bubble, fsdp, bfloat16": ({"pp": 2, "pipeline": "zb_h1", "dp": 2, "dp_mode": "fsdp"}, {},
         {"dtype": "bfloat16"}, 0),
+    "zero bubble, V": ({"pp": 2, "pipeline": "zbv", "stages_per_rank": 2}, DROPS,
+        {"dtype": "bfloat16"}, 0),
     "zero bubble, megatron": ({"pp": 2, "pipeline": "zb_h1", "scheme": "megatron", "cols": 2}, {},
         {"dtype": "bfloat16"}, 6),
     "megatron": ({"scheme": "megatron", "cols": 2}, {}, {}, 6),
@@ -356,7 +358,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", full_unless(("sequence", "zero bubble").__contains__, LAYOUTS))
+QUICK = "sequence", "zero bubble", "zero bubble, V"
+
+
+@pytest.mark.parametrize("name", full_unless(QUICK.__contains__, LAYOUTS))
 def test_every_layout_is_compiled(pool: WorkerPool, name: str) -> None:
     """Compiled and uncompiled steps are bit-equal, and blocks break where they communicate.
 
@@ -382,14 +387,14 @@ def compiled_and_not(
     config, axes = tiny(**changes), build_axes(layout, "cpu")
     found: dict[str, float] = {}
     # A pipeline has at least as many layers as stages.
-    for n_steps, n_layers in ((1, 2 if layout.pp > 1 else 1), (3, 3)):
+    for n_steps, n_layers in ((1, layout.n_stages), (3, layout.n_stages + 2)):
         torch._dynamo.reset()
         counters.clear()
         sized = config.model_copy(update={"n_layers": n_layers})
         got = train(sized, "aot_eager", n_steps, layout, axes, evaluates=False, **methods)
         found["graphs in the end" if found else "graphs at first"] = graphs()
         found["breaks"] = sum(counters["graph_break"].values())
-    want = train(config, "", 3, layout, axes, evaluates=False, **methods)
+    want = train(sized, "", 3, layout, axes, evaluates=False, **methods)
     apart = [abs(a.loss - b.loss) + abs(a.grad_norm - b.grad_norm) for a, b in zip(got[0], want[0])]
     for p, q in zip(got[2].parameters(), want[2].parameters()):
         mine, other = stored(p).detach(), stored(q).detach()

@@ -84,7 +84,7 @@ class Trainer:
         )
         uncompiled = agreed_uncompiled(run, world.device.type, self.axes.world)
         if not uncompiled:
-            compile_model(self.model, splits=run.layout.pipeline == "zb_h1")
+            compile_model(self.model, splits=run.layout.splits_backward)
         train = run.train.model_copy(update={"compile": not uncompiled})
         self.stepper = Stepper(self.model, train, self.axes, run.layout)
         self.stepper.attention, chosen = choose(run, world.device, self.axes.world)

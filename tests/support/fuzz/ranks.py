@@ -101,7 +101,7 @@ def train(text: str, number: int, folder: str) -> Found:
     )
     if run.train.compile is True:
         torch._dynamo.reset()  # what earlier cases have compiled
-        compile_model(model, BACKEND, run.layout.pipeline == "zb_h1")
+        compile_model(model, BACKEND, run.layout.splits_backward)
     stepper = Stepper(model, run.train, axes, run.layout)
     reads = reads_of(case, run)
     exact = run.train.dtype == "float64"
