@@ -14,13 +14,14 @@ THREE  := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # would compile the package anew, and each test run would rewrite all asserts.
 suite test-all: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test suite test-all lint style types fmt lock release clean help
+.PHONY: demo test suite test-all lint style types fmt docs lock release clean help
 
 help:
 	@echo "make demo    set up, prepare real text, train a small GPT-2 on a 2x2 grid, sample from it"
 	@echo "make test    lint, type check and the test suite, in about ten minutes on two cores"
 	@echo "make test-all the same, with the cases that are more of the same and fresh random examples"
 	@echo "             (FUZZ=2000: that number of random models on random layouts); writes docs/results/exactness.md"
+	@echo "make docs    check and build the site of the documentation: build/site/index.html"
 	@echo "make lock    pin the dependencies anew (requirements.lock)"
 	@echo "make release build the wheel and the sdist, and check them in an environment of their own"
 	@echo "make clean   remove the environment, prepared data and runs"
@@ -53,6 +54,15 @@ fmt: $(VENV)/.ready
 	$(BIN)/ruff check --fix src tests benchmarks examples docs
 	$(BIN)/ruff format src tests benchmarks examples docs
 
+# The checks of links and commands are those of `make test`; mkdocs then finds broken links and names
+# of the API. To upgrade what requirements-docs.lock pins: pip install --upgrade '.[docs]', pip freeze.
+docs: $(VENV)/.ready
+	@$(BIN)/python -c "import material, mkdocstrings_handlers.python" 2> /dev/null || \
+	  $(BIN)/python -m pip install -qq --no-deps -r requirements-docs.lock
+	$(BIN)/python -m pytest -n 0 tests/docs/test_site.py tests/docs/test_links.py tests/docs/test_commands.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "built build/site/index.html"
+
 # torch first and pinned: a looser requirement, met with no torch installed, would pull another build.
 # Triton exists for Linux. CUDA builds of torch bring the version that they need; for CPU builds it is
 # installed here, for the tests of the kernels. pip compiles what it installs, but not what is editable;
@@ -70,10 +80,11 @@ $(VENV)/.ready: pyproject.toml requirements.lock
 	@$(BIN)/python -m compileall -q src
 	@touch $@
 
-# Upgrade everything pyproject.toml allows, then pin what was installed. torch has its own line above.
+# Upgrade everything pyproject.toml allows, then pin what was installed, but for what only the site
+# needs. torch has its own line above.
 lock: $(VENV)/.ready
 	$(BIN)/python -m pip install -qq --upgrade --upgrade-strategy eager torch==$(TORCH) --editable '.[dev]'
-	$(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude triton --exclude gridformer > requirements.lock
+	$(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude triton --exclude gridformer | grep -vxFf requirements-docs.lock > requirements.lock
 
 release: $(VENV)/.ready
 	rm -rf dist

@@ -5,6 +5,7 @@ parsed.
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,21 @@ def test_commands_are_accepted(page: Path) -> None:
         words = words_of(command)
         if "--emit" in words:  # which writes a run file
             Path(words[words.index("--emit") + 1]).write_text(MINE)
+
+
+BENCHMARK = re.compile(r"python -m (benchmarks[\w.]*)([^`#\n]*)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_benchmarks_and_their_options_exist(page: Path) -> None:
+    """Benchmarks take minutes, so their options are only looked for in their code."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for module, arguments in BENCHMARK.findall(text):
+        path = ROOT / module.rstrip(".").replace(".", "/")
+        files = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
+        code = "".join(file.read_text(encoding="utf-8") for file in files)
+        for option in re.findall(r"(?<= )--([a-z][a-z-]*)", arguments):
+            assert re.search(rf"\b(--)?{option}\b|\b{option.replace('-', '_')}\b", code), option
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -45,7 +45,8 @@ def typed(fence_language: str) -> list[str]:
 
 
 COMMANDS = [" ".join(line.split("#")[0].split()) for line in typed("bash")]
-TRANSCRIPTS = [f.text for f in FENCES if f.language == "console"]
+REFUSALS = [*FENCES, *fences(ROOT / "docs/how-to/run-files.md")]
+TRANSCRIPTS = list(dict.fromkeys(f.text for f in REFUSALS if f.language == "console"))
 
 
 def fewer_steps(command: str) -> str:
