@@ -21,7 +21,7 @@ help:
 	@echo "make test    lint, type check and the test suite, in about ten minutes on two cores"
 	@echo "make test-all the same, with the cases that are more of the same and fresh random examples"
 	@echo "             (FUZZ=2000: that number of random models on random layouts); writes docs/results/exactness.md"
-	@echo "make docs    check and build the site of the documentation: build/site/index.html"
+	@echo "make docs    check and build the site of the documentation (build/site)"
 	@echo "make lock    pin the dependencies anew (requirements.lock)"
 	@echo "make release build the wheel and the sdist, and check them in an environment of their own"
 	@echo "make clean   remove the environment, prepared data and runs"
@@ -61,7 +61,7 @@ docs: $(VENV)/.ready
 	  $(BIN)/python -m pip install -qq --no-deps -r requirements-docs.lock
 	$(BIN)/python -m pytest -n 0 tests/docs/test_site.py tests/docs/test_links.py tests/docs/test_commands.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "built build/site/index.html"
+	@echo "built build/site; to read and search it: python -m http.server --directory build/site"
 
 # torch first and pinned: a looser requirement, met with no torch installed, would pull another build.
 # Triton exists for Linux. CUDA builds of torch bring the version that they need; for CPU builds it is

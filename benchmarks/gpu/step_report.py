@@ -83,7 +83,7 @@ def write(
         f"recomputation); {100 * share:.0f} % of them "
         f"are attention's, which counts the full s x s scores. Ceiling: {ceiling_tflops:,.3g} "
         f"TFLOP/s. Hugging Face compiled: {settings.hf_compile}. Attention: {settings.attention}. "
-        f"Medians over {settings.rounds} turns of {settings.steps} steps each; the sides alternate.\n"
+        f"Medians over {settings.rounds} turns of {settings.steps} steps; the sides alternate.\n"
     )
     for name, said in comparison.failures.items():
         report.write(f"- {name} did not run: {said}")
