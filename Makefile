@@ -60,7 +60,7 @@ docs: $(VENV)/.ready
 	@$(BIN)/python -c "import material, mkdocstrings_handlers.python" 2> /dev/null || \
 	  $(BIN)/python -m pip install -qq --no-deps -r requirements-docs.lock
 	$(BIN)/python -m pytest -n 0 tests/docs/test_site.py tests/docs/test_links.py tests/docs/test_commands.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "built build/site; to read and search it: python -m http.server --directory build/site"
 
 # torch first and pinned: a looser requirement, met with no torch installed, would pull another build.
