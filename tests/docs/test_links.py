@@ -43,7 +43,7 @@ def test_named_paths_exist(page: Path) -> None:
 
 
 def test_every_shipped_run_file_is_named() -> None:
-    text = (ROOT / "docs/reference/models.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     said = text[text.index("These run files are also shipped") :].partition("\n\n")[0]
     assert {*_CODE.findall(said)} == {path.stem for path in (ROOT / "configs/runs").iterdir()} | {
         "configs/runs/"

@@ -126,5 +126,5 @@ def test_symptoms_are_words_of_gridformer() -> None:
 
 
 def test_every_shipped_model_is_named() -> None:
-    named = set(_CODE.findall((DOCS / "reference/models.md").read_text(encoding="utf-8")))
+    named = set(_CODE.findall((DOCS / "models.md").read_text(encoding="utf-8")))
     assert named >= {path.stem for path in (ROOT / "configs/models").iterdir()}

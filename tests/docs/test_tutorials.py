@@ -20,7 +20,7 @@ from tests.support.reference.shared import transformers
 from tests.support.tasks import WRITE, words_tokenizer
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-TUTORIALS += [ROOT / "docs" / "how-to" / "chat.md"]
+TUTORIALS += [ROOT / "docs" / "quick-start.md", ROOT / "docs" / "how-to" / "chat.md"]
 
 
 def run(command: str, steps: int = 2) -> str:
