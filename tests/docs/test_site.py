@@ -17,6 +17,7 @@ from gridformer.config.synonyms import KEYS, plain
 from tests.support.fenced import PAGES, ROOT, fences
 
 DOCS = ROOT / "docs"
+SITE = [page for page in PAGES if page.is_relative_to(DOCS)]
 API = (DOCS / "reference/api.md").read_text(encoding="utf-8")
 _CODE = re.compile(r"`([^`]+)`")
 
@@ -37,11 +38,11 @@ def leaves(nav: object) -> Iterator[str]:
 
 def test_every_page_is_in_the_navigation_once() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    pages = [str(page.relative_to(DOCS)) for page in PAGES if page.is_relative_to(DOCS)]
+    pages = [str(page.relative_to(DOCS)) for page in SITE]
     assert sorted(leaves(site["nav"])) == sorted(pages)
 
 
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", SITE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_stay_in_docs(page: Path) -> None:
     """The site has no other files; name those of the repository as code, without a link."""
     for link in re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8")):
