@@ -63,14 +63,17 @@ def test_only_memory_bound_kernels_change() -> None:
 
 
 def test_what_communicates_stays_uncompiled() -> None:
+    """Products stay as they are; norms become what is before their messages, and after them."""
     grid = {"scheme": "optimus", "rows": 2, "cols": 2}
     joined, single = (memory_of(kernels(grid, compile=on)) for on in (True, False))
 
     def of_norms(found: list[tuple[str, bool, int]]) -> list[tuple[str, bool, int]]:
         return [one for one in found if "norm" in one[0]]
 
-    assert of_norms(joined) == of_norms(single)
-    assert len(joined) < len(single)
+    # The sum before the second norm is joined with it. Backward has what its weight's sum reads.
+    assert len(of_norms(joined)) == 2 + 1 + 2 * 4
+    assert len(of_norms(single)) == 2 * (9 + 14)
+    assert len(joined) < len(single) / 2
 
 
 # Milliseconds on an H100: docs/results/gpu.md.

@@ -51,6 +51,9 @@ class Casts(TorchDispatchMode):
             self._see(args[0], out)
         elif packet is torch.ops.aten.copy_:
             self._see(args[1], args[0])
+        elif packet is torch.ops.aten._foreach_copy_:
+            for made, source in zip(*args[:2], strict=True):
+                self._see(source, made)
         return out
 
     def _see(self, source: Tensor, made: Tensor) -> None:

@@ -75,6 +75,8 @@ def launched_work(
     read: list[int] = [extent(x) for x in given if x.device.type == device]
     if name in FILLS:
         read = read[1:]
+    elif name == "_foreach_copy_":
+        read = [*map(extent, args[1])]
     elif name in LOOKUPS and given:
         read = [*read[1:], extent(results[0])]
     elif name in SCATTERS:  # read and written where the last argument says, or as much as it is

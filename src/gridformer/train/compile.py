@@ -39,6 +39,7 @@ from gridformer.models.blocks import (
 )
 from gridformer.models.kernels import library
 from gridformer.parallel.tensor.branched import Elsewhere
+from gridformer.parallel.tensor.norm import GridNorm
 from gridformer.parallel.tensor.partitioned_activations import PartitionedFromFirst
 from gridformer.parallel.tensor.sequence import GatheringRows
 
@@ -107,10 +108,10 @@ def compiled_parts(model: Model) -> list[nn.Module]:
 def is_left_out(module: nn.Module) -> bool:
     """Whether a module inside a compiled one, and all inside it, runs uncompiled.
 
-    It communicates, or its rows depend on the data.
+    It communicates, or its rows depend on the data. The messages of norms are operators.
     """
     ours = type(module).__module__.startswith(parallel.__name__ + ".")
-    return ours or isinstance(module, MixtureOfExperts)
+    return (ours and not isinstance(module, GridNorm)) or isinstance(module, MixtureOfExperts)
 
 
 def compile_problems(run: RunConfig) -> list[str]:

@@ -203,11 +203,24 @@ def cast(weight: Tensor, dtype: torch.dtype, padded: bool = False) -> Tensor:
 
 
 def make_copies(parameters: Iterable[Tensor]) -> None:
-    """Makes copies that are kept, of parameters that are in memory, before anything reads them."""
+    """Makes the copies that are kept, of parameters that are in memory, with as few kernels as can.
+
+    A parameter whose copy has additional rows, or lies beside others, needs a kernel of its own.
+    """
+    copies: list[Tensor] = []
+    read: list[Tensor] = []
     for parameter in parameters:
         copy = copy_of(parameter)
-        if copy is not None and copy.held and parameter.untyped_storage().nbytes():
+        if copy is None or not copy.held or not parameter.untyped_storage().nbytes():
+            continue
+        alone = copy.together is not None or copy.rows(len(parameter)) > len(parameter)
+        if alone or copy.value is not None:
             copy.of(parameter)
+        else:
+            copies.append(copy.allocate(parameter))
+            read.append(parameter.detach())
+    if copies:
+        torch._foreach_copy_(copies, read)
 
 
 def padded_columns(weight_IO: Tensor, dtype: torch.dtype) -> int:

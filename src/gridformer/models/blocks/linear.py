@@ -151,7 +151,7 @@ class _CastLinear(torch.autograd.Function):
             if ctx.late is None or not ctx.late.leave(gradient):
                 grad_weight = gradient()
         if ctx.bias is not None:
-            grad_bias = grad.sum(0)[:n_out].to(ctx.bias)
+            grad_bias = grad.sum(0, dtype=ctx.bias)[:n_out]
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -413,7 +413,7 @@ class _Operator(torch.autograd.Function):
         if not ctx.late and any(ctx.needs_input_grad[4 : 4 + len(weights)]):
             weights = ops.linear_weight_gradients(x, grad, key, ctx.widths)
         if ctx.biased:
-            biases = grad.flatten(0, -2).sum(0).to(ctx.dtype).split(ctx.widths)
+            biases = grad.flatten(0, -2).sum(0, dtype=ctx.dtype).split(ctx.widths)
         return grad_x, None, None, None, *weights, *biases
 
 

@@ -116,17 +116,19 @@ class HeadNorm(nn.Module):
 class AllHeadsNorm(nn.Module):
     """RMSNorm over all heads of queries or keys [b, s, n, d] together, with a weight [n d].
 
-    `over` normalizes a matrix whose columns are sharded, if heads are.
+    `over` normalizes a matrix whose columns are sharded, if heads are, and `line` says over what.
     """
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = new_parameter(width, init=Init(mean=1.0))
-        self.over: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+        self.over: Callable[..., Tensor] = rms_norm
+        self.line: tuple[object, ...] = ()
 
     def forward(self, x_BSND: Tensor) -> Tensor:
-        return self.over(x_BSND.flatten(-2), self.weight, self.eps).view(x_BSND.shape)
+        y = self.over(x_BSND.flatten(-2), self.weight, self.eps, *self.line)
+        return y.view(x_BSND.shape)
 
 
 def new_norm(kind: NormKind, h: int, eps: float, reader: str | None = None) -> LayerNorm | RMSNorm:

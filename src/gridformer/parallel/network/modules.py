@@ -31,7 +31,7 @@ from gridformer.parallel.network.plan import PlanRole, is_conv1d
 from gridformer.parallel.sharding import ParamPlacement
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.experts import AXIS, COPIES, Lies, TokensOfGrid
-from gridformer.parallel.tensor.norm import grid_norm
+from gridformer.parallel.tensor.norm import grid_norm, line_of
 from gridformer.parallel.tensor.summa import Replicated, Sharded
 from gridformer.utils.tensors import TensorAttribute, map_tensors
 
@@ -496,7 +496,7 @@ class Norm(nn.Module):
         if self.axis.size > 1:
             centered = self.centered and self.bias is None
             bias = torch.zeros_like(weight) if centered else self.bias
-            return grid_norm(x, weight, bias, self.eps, self.axis)
+            return grid_norm(x, weight, bias, self.eps, line_of(self.axis))
         if not self.centered:
             return rms_norm(x, weight, self.eps)
         wide = x.to(weight.dtype)

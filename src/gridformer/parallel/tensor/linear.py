@@ -42,7 +42,7 @@ from gridformer.parallel.sharding import (
 )
 from gridformer.parallel.tensor import summa
 from gridformer.parallel.tensor.loss import VocabParallelCrossEntropy
-from gridformer.parallel.tensor.norm import grid_norm
+from gridformer.parallel.tensor.norm import grid_rms_norm, line_of
 
 OUTPUT_STATIONARY = ParamPlacement(cut=("row", "col"))
 INPUT_STATIONARY = ParamPlacement(cut=("col", "row"), transposed=True)  # B is read row by row
@@ -252,7 +252,7 @@ def shard_heads(
             _, placement = merged_placements(pieces, vector, axes, over)
             shard_parameter(norm, "weight", placement, axes)
             # Copies of heads count as often in the sums as in the width.
-            norm.over = lambda x, weight, eps: grid_norm(x, weight, None, eps, axis)
+            norm.over, norm.line = grid_rms_norm, (line_of(axis),)
     attention.kv_heads = kv_heads_of(model.n_heads, model.kv_heads, axis.index, axis.size)
 
 

@@ -29,6 +29,7 @@ from gridformer.parallel.tensor.summa.gathered import (
     Gathered,
     Operand,
     add_bias,
+    times,
     weight_operand,
 )
 from gridformer.parallel.tensor.summa.panels import Broadcast
@@ -333,6 +334,8 @@ def _abt(
     schedule.start(None, weight)
     if ahead:
         ahead.prefetch_next(a.dtype)
+    if bias is not None and schedule.sums_nothing:
+        return times(a, weight.whole.wait().t(), bias)  # type: ignore[union-attr]
     c = schedule.abt(Operand(a), weight).wait()
     if bias is not None:
         add_bias(c, bias)
@@ -378,7 +381,7 @@ def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
     bias: Tensor | None = ctx.bias
     if bias is None:
         return None
-    return grad.flatten(0, -2).sum(0)[: len(bias)].to(bias.dtype)
+    return grad.flatten(0, -2).sum(0, dtype=bias.dtype)[: len(bias)]
 
 
 def _continued(ctx: Any, dtype: torch.dtype) -> GradientSum | None:

@@ -368,6 +368,7 @@ class Gathered:
 
     Attributes:
         adds_gradients: Whether `atb` adds to a gradient where it multiplies.
+        sums_nothing: Whether products of `abt` are complete.
         sums_elsewhere: Whether another device has the sums of `abt`.
     """
 
@@ -377,6 +378,7 @@ class Gathered:
         self.row, self.boundary, self.n_chunks = axes.row, boundary, n_chunks
         self._at_once = Gathered(axes, boundary) if whole_backward else None
         self.adds_gradients = axes.row.size == 1
+        self.sums_nothing = boundary.col.size == 1
         self.sums_elsewhere = isinstance(boundary, OnFirst) and boundary.col.index > 0
 
     @property

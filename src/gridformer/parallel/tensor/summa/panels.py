@@ -32,6 +32,7 @@ from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.mesh import Axes, Axis
 from gridformer.models.blocks.gradient_sum import GradientSum
+from gridformer.models.kernels.products import add_product, wide_product
 from gridformer.parallel.tensor.summa.gathered import (
     LABEL,
     OneHot,
@@ -93,7 +94,7 @@ class Broadcast:
     """
 
     in_flight = 0
-    adds_gradients = sums_elsewhere = False
+    adds_gradients = sums_nothing = sums_elsewhere = False
 
     def __init__(self, axes: Axes) -> None:
         self.row, self.col = axes.row, axes.col
@@ -109,14 +110,16 @@ class Broadcast:
     def ab(self, a: Operand, b: Operand, bias: Tensor | None = None) -> Tensor:
         """Optimus, Algorithm 1: for each panel l, C_ij += A_il B_lj; then adds a bias [N/c]."""
         c: Tensor | None = None
+        # Panels of bfloat16 and float16 are accumulated in float32.
+        wide = torch.promote_types(b.local.dtype, torch.float32)
         for _, a_il, b_lj in self._arriving(b.local.shape[0] * self.row.size, a, b):
-            if c is None:  # panels of bfloat16 and float16 are accumulated in float32
-                c = times(a_il, b_lj)
-                c = c.to(torch.promote_types(c.dtype, torch.float32))
-            elif isinstance(a_il, OneHot) or c.dtype != b_lj.dtype:
-                c += times(a_il, b_lj)
+            if isinstance(a_il, OneHot):
+                terms = times(a_il, b_lj)
+                c = terms.to(wide) if c is None else c.add_(terms)
+            elif c is None:
+                c = wide_product(a_il.flatten(0, -2), b_lj, wide).view(*a_il.shape[:-1], -1)
             else:
-                c.view(-1, c.shape[-1]).addmm_(a_il.flatten(0, -2), b_lj)
+                add_product(c.view(-1, c.shape[-1]), a_il.flatten(0, -2), b_lj)
         assert c is not None
         c = c.to(b.local.dtype)
         if bias is not None:
@@ -129,12 +132,13 @@ class Broadcast:
         c = b.local.new_empty((*a.local.shape[:-1], n // self.col.size))
         sums = PanelSums(self.col, self.in_flight, self.workspace)
         for panel, _, b_lj in self._arriving(n, None, b):
-            terms = sums.buffer((*c.shape[:-1], panel.width), b.local)
+            place = c[..., panel.in_col]
+            terms = sums.buffer((*c.shape[:-1], panel.width), b.local, panel.col, place)
             if isinstance(a.local, OneHot):
                 terms.copy_(times(a.local, b_lj.t()))
             else:
                 torch.matmul(a.local, b_lj.t(), out=terms)
-            sums.start(terms, panel.col, c[..., panel.in_col])
+            sums.start(terms, panel.col, place)
         sums.finish()
         return Pending(c)
 
@@ -146,12 +150,13 @@ class Broadcast:
         c = like.new_empty((m // self.row.size, n))
         sums = PanelSums(self.row, self.in_flight, self.workspace)
         for panel, a_il, _ in self._arriving(m, a, None):
-            terms = sums.buffer((panel.width, n), like)
+            place = c[panel.in_row]
+            terms = sums.buffer((panel.width, n), like, panel.row, place)
             if one_hot:
                 terms.copy_(transposed_times(a_il, b.local))
             else:
                 torch.mm(a_il.flatten(0, -2).t(), b.local.flatten(0, -2), out=terms)
-            sums.start(terms, panel.row, c[panel.in_row])
+            sums.start(terms, panel.row, place)
         sums.finish()
         return Pending(c)
 
@@ -207,12 +212,15 @@ class Broadcast:
         """Broadcasts columns of an activation from their owner along the row of devices."""
         if isinstance(a.local, OneHot):
             return Pending(a.local.columns(panel.start, panel.stop))  # type: ignore[arg-type]
-        local: Tensor = a.local
+        local, mine = a.local, self.col.index == panel.col
+        columns: Tensor = local[..., panel.in_col]
         if self.col.size == 1:
-            return Pending(local[..., panel.in_col])
+            return Pending(columns)
+        if mine and columns.is_contiguous():
+            return self._send(columns, self.col, panel.col)  # no copy
         part = self.workspace.take(f"a {slot}", (*local.shape[:-1], panel.width), local)
-        if self.col.index == panel.col:
-            part.copy_(local[..., panel.in_col])
+        if mine:
+            part.copy_(columns)
         return self._send(part, self.col, panel.col)
 
     def _send_rows(self, b: Operand, panel: Panel, slot: int) -> Pending:
@@ -263,8 +271,10 @@ class PanelSums:
         self._number = 0
         self._coming: deque[tuple[Pending, int, Tensor]] = deque()
 
-    def buffer(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Returns an uninitialized buffer for the partial sum of the next panel."""
+    def buffer(self, shape: tuple[int, ...], like: Tensor, owner: int, place: Tensor) -> Tensor:
+        """Returns uninitialized memory for the partial sum of the next panel: `place` if it can."""
+        if self.axis.index == owner and place.is_contiguous():
+            return place
         slot = self._number % (self.in_flight + 1)
         self._number += 1
         return self.workspace.take(f"sum {slot}", shape, like)
@@ -280,7 +290,7 @@ class PanelSums:
         while len(self._coming) > but:
             pending, owner, place = self._coming.popleft()
             total = pending.wait()
-            if self.axis.index == owner:
+            if self.axis.index == owner and total is not place:
                 place.copy_(total)
 
 

@@ -171,7 +171,7 @@ class _Saved(torch.autograd.Function):
             grad_weight = _weight_gradient(weight, x if again is None else again.wait(), grad)
         if ctx.bias is not None:
             own = grads[0] if ends.parts is None else grad
-            grad_bias = own.flatten(0, -2).sum(0).to(ctx.bias.dtype)
+            grad_bias = own.flatten(0, -2).sum(0, dtype=ctx.bias.dtype)
             if ends.parts is not None and ends.parts.rows.index:
                 grad_bias.zero_()
         grad_x = None if leaving is None else leaving.wait()

@@ -195,7 +195,6 @@ class GatheredWeightsScope:
         self.weights = [weight for weight in weights if weight is not None]
         self.copied = [p for p in model.parameters() if blocks.copy_of(p) is not None]
         self.slots = [slot for p in model.parameters() if (slot := blocks.gradient_slot(p))]
-        self.in_pipeline = len(vars(model).get("stages", ())) > 1
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -206,8 +205,7 @@ class GatheredWeightsScope:
             slot.continued = True
         try:
             with blocks.keep_copies(self.copied), gathered(self.model):
-                if self.in_pipeline:  # while a rank waits for its first micro-batch
-                    blocks.make_copies(self.copied)
+                blocks.make_copies(self.copied)
                 yield
             if any(weight.unread for weight in self.weights):
                 raise RuntimeError(
