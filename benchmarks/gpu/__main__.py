@@ -8,6 +8,7 @@
     python -m benchmarks.gpu schemes                     4 processes share the GPU:   3 minutes
     python -m benchmarks.gpu tiles                       kernels of attention, and tiles: 1 minute
     python -m benchmarks.gpu host-time                   Python's time, without a GPU: 2 minutes
+    python -m benchmarks.gpu launches                    kernels of a layer, likewise: 1 minute
 
 Each command prints Markdown that names the device, the versions and the command; `--out FILE` also
 appends it to a file. Progress goes to stderr. With `--device cpu --quick` the same code runs on
@@ -26,6 +27,7 @@ import torch
 import typer
 
 from benchmarks.gpu import host_time as host
+from benchmarks.gpu import launches as launched
 from benchmarks.gpu import matmul, numerics, step, step_report
 from benchmarks.gpu import tiles as attention_tiles
 from benchmarks.gpu.expected import expected
@@ -247,6 +249,22 @@ def host_time(
     report.heading("Host time of a layer, forward and backward", torch.device("cpu"), quick)
     found = host.measure(chosen, 2 if quick else rounds, 2 if quick else passes, report)
     host.write(chosen, found, host.kernels(chosen), report)
+
+
+@app.command()
+def launches(
+    only: Annotated[
+        list[str] | None, typer.Option(help="Names of layouts in the table; may be repeated.")
+    ] = None,
+    out: Out = None,
+) -> None:
+    """Count the kernels and messages of a layer on every layout, eager and compiled."""
+    unknown = [name for name in only or () if name not in launched.LAYOUTS]
+    known = "; ".join(launched.LAYOUTS)
+    _stop_if([f"--only {name} is none of: {known}" for name in unknown])
+    report = Report(out)
+    report.heading("Launches of a layer, forward and backward", torch.device("cpu"), False)
+    launched.write(only or [*launched.LAYOUTS], report)
 
 
 def _begin(device: DeviceName) -> torch.device:

@@ -3,6 +3,7 @@
 Blocks and the loss are compiled in place, so that names of parameters, and therefore checkpoints,
 stay the same; one compilation serves all blocks. Modules that communicate run uncompiled between
 compiled regions: torch.compile cannot trace messages that are started early and waited for late.
+The messages of norms are operators.
 """
 
 from __future__ import annotations
