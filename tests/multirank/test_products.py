@@ -80,6 +80,7 @@ def watched() -> Iterator[list[str]]:
         for module in (panels, gathered):
             for name in ("times", "transposed_times"):
                 put(module, name, multiplying(getattr(module, name)))
+        put(panels, "wide_product", multiplying(panels.wide_product))
         put(torch, "mm", multiplying(torch.mm))
         put(torch, "bmm", multiplying(torch.bmm))
         put(torch, "matmul", multiplying(torch.matmul))

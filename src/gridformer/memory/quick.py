@@ -21,7 +21,7 @@ _SCORE = 12  # bytes of a score that is not in a fused kernel, in the backward p
 _NORM_COPIES = 5  # of an activation, in float32, in the backward pass of an RMSNorm
 _FREED = 0.6  # the fraction of what a layer has kept that is free by then
 _KEYS_COPIES = 4  # of gathered keys and values, with their gradients, in a backward pass
-_PANELS = 8  # panels of activations for which a product that goes panel by panel has room
+_PANELS = 5  # panels of activations for which a product that goes panel by panel has room
 _GATHERED, _RECEIVED = 2, 3  # copies of a gathered activation in a backward pass, more over gloo
 
 
