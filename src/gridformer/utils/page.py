@@ -24,6 +24,7 @@ p.note { color: var(--soft); margin-top: 0; }
 code { background: var(--code); padding: 1px 4px; font-size: 13px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 td, th { text-align: right; padding: 4px 10px; border-bottom: 1px solid var(--line); }
+td:first-child { text-align: left; }
 ol li { margin-bottom: 12px; }
 @media print { h2, h3 { break-after: avoid; } tr, .figure { break-inside: avoid; } }
 """
