@@ -180,7 +180,7 @@ def test_missing_keys() -> None:
 
 def test_unknown_model_names_the_closest() -> None:
     text = "model: no shipped model is called 'gpt2-125m': did you mean 'gpt2-124m'?"
-    for model in ("gpt2-125m", {"name": "gpt2-125m"}):
+    for model in ("gpt2-125m", {"name": "gpt2-125m"}, {"name": "gpt2-125m", "dropout": 0.1}):
         assert problem({**BASE, "model": model}) == text
     assert problem(BASE, "model=gpt2-125m") == f"argument model=gpt2-125m: {text[7:]}"
     assert ", ".join(model_names()) in problem({**BASE, "model": "zzzz"})

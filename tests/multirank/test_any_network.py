@@ -422,6 +422,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, str]
     "no plan": (decoder_, ONE, None, r"Decoder carries no plan for tensor parallelism"),
     "nothing matches": (decoder_, ONE, {**own_model.PLAN, "layers.*.mpl.0": "opening"},
         r"'layers\.\*\.mpl\.0' in the plan matches nothing"),
+    "no such heads": (decoder_, ONE, {**own_model.PLAN, "layers.*.attention": "heads: heads"},
+        r"'layers\.\*\.attention': no module that it matches has heads"),
     "no such role": (decoder_, ONE, {"words": "embeding"}, r"no role 'embeding'.*embedding"),
     "heads": (lambda: own_model.Decoder(2, 24, 3), ONE, own_model.PLAN,
         r"layers\.0\.attention\.n_heads=3: heads of .* that layout\.cols=2 divides"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gridformer.cli.shared import AsJson, Routing, in_fastest_dtype, state_routing
+from gridformer.cli.shared import AsJson, Routing, in_dtype, state_routing
 from gridformer.utils.errors import ConfigError, UserError, require
 from gridformer.utils.files import check_output
 from gridformer.utils.process import last_work, processor_s
@@ -84,7 +84,7 @@ def layouts(
                 typer.echo(one.settings_over(run.layout) or f"layout.scheme={run.layout.scheme}")
         return
     what = f"{run.model.name} on {processes} process{'es' * (processes > 1)}, "
-    what += f"{global_batch} samples of {seq_len} tokens a step ({why})"
+    what += f"{global_batch} samples of {seq_len} tokens a step ({why}), float32"
     _print_layouts(what, listed, Console(highlight=False))
 
 
@@ -109,12 +109,13 @@ def _print_layouts(what: str, listed: Sequence[Listed], console: Console) -> Non
             table.add_row(Text(one.name), *sizes)
         console.print(table)
         note = (
-            f"{unit_name}: an estimate of what the fullest rank holds in such a step, in "
-            "float32 and without recomputation"
+            f"{unit_name}: a quick estimate of what the fullest rank holds in such a step, without "
+            "recomputation"
         )
         if len(modes) > 1:
             note += "; the next columns are the same with layout.dp_mode=zero1 and fsdp"
-        note += ". `gridformer memory` shows it exactly; --settings prints settings to copy."
+        note += ". `gridformer memory` traces a layout, also in other types; --settings prints "
+        note += "settings to copy."
         console.print(Text(note))
     for number, reason in enumerate(reasons(listed)):
         if not number:
@@ -239,7 +240,7 @@ def _run(
         raise UserError(f"--devices {devices}: {machine.name} has at most {machine.size} devices")
     names_model = model in model_names() and not Path(model).is_file()
     keys = {override.partition("=")[0] for override in overrides}
-    overrides = in_fastest_dtype(model, overrides, machine)
+    overrides = in_dtype(model, overrides, machine.fastest_dtype)
     run = read_run_without_data(model, overrides, notes.append)
     if not batch and names_model and "train.global_batch" not in keys:
         batch = default_batch(run, devices)

@@ -14,7 +14,7 @@ from gridformer.cli.shared import (
     Routing,
     RunFile,
     Seconds,
-    in_fastest_dtype,
+    in_dtype,
     state_routing,
     time_limit,
     waiting,
@@ -106,7 +106,8 @@ def memory(
     Args:
         ranks: The ranks to show, such as 0,5,7, or all. By default, those that hold the most.
         budget: Say whether each rank fits into this number of GiB of a GPU, and if not, what would.
-            With train.device=cpu it is a CPU's memory.
+            A shipped model without a run file is then in bfloat16. With train.device=cpu it is a
+            CPU's memory.
         html: Write a page that plots memory over time.
     """
     from rich.console import Console
@@ -123,7 +124,8 @@ def memory(
     if html is not None:
         require("plotly", "--html", "html")
         check_output("--html", html, [run])
-    checked = read_run_without_data(run, overrides or [])
+    settings = in_dtype(run, overrides, "bfloat16") if budget else overrides or []
+    checked = read_run_without_data(run, settings)
     state_routing(routing)
     if budget and checked.train.device == "auto":
         checked = on_device_type(checked, "cuda")
@@ -200,7 +202,7 @@ def predict(
         check_output("--trace", trace, [run, cluster_path(cluster) or cluster])
     machine = load_cluster(cluster)
     notes: list[str] = []
-    settings = in_fastest_dtype(run, overrides, machine)
+    settings = in_dtype(run, overrides, machine.fastest_dtype)
     checked = read_run_without_data(run, settings, notes.append)
     state_routing(routing)
 

@@ -11,16 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from gridformer.cli.errors import BAD_INPUT, text_of
 from gridformer.utils.process import leave_progress_bar
 from gridformer.utils.signals import end_process
-
-if TYPE_CHECKING:
-    from gridformer.cluster.file import Cluster
 
 _SECONDS: Final = 25.0
 LONGEST: Final = 1e7  # seconds that an option may say
@@ -148,14 +145,14 @@ def _processor_s() -> dict[int, float]:
     return used
 
 
-def in_fastest_dtype(run: Path | str, overrides: Sequence[str] | None, on: Cluster) -> list[str]:
-    """Returns the settings of a run; a shipped model alone gets the type that is fastest there."""
+def in_dtype(run: Path | str, overrides: Sequence[str] | None, dtype: str) -> list[str]:
+    """Returns the settings of a run; a shipped model alone, which has no type, gets this one."""
     from gridformer.config import model_names
 
     settings = [*(overrides or ())]
     alone = str(run) in model_names() and not Path(run).is_file()
     if alone and not any(setting.startswith("train.dtype=") for setting in settings):
-        settings.append(f"train.dtype={on.fastest_dtype}")
+        settings.append(f"train.dtype={dtype}")
     return settings
 
 

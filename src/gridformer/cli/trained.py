@@ -201,6 +201,7 @@ def evaluate(
         limit: Only this number of documents are measured; 0 means all.
     """
     from gridformer.checkpoint.side_files import root_of
+    from gridformer.config import NO_PATH
     from gridformer.data.side_texts import read_label_names
     from gridformer.evaluate.beams import BeamSearch
     from gridformer.evaluate.examples import validation_names
@@ -218,6 +219,8 @@ def evaluate(
     with _job(run_dir, overrides, device, dtype, timeout or longest, reads, batch_size) as job:
         names = read_label_names(root_of(job.folder))
         if not asked and not sets:
+            if job.run.data.path.name == NO_PATH:
+                raise UserError(f"{run_dir} has no data of its own: use --tasks, as text:FILE")
             sets = validation_names(job.run)
         asked += [TaskArgument("set", name) for name in sets or []]
         check_tasks(job.run, asked, options, names, [*searched])

@@ -228,7 +228,9 @@ def _expand_model(model: Any) -> Any:
         return shipped_model(model)
     if isinstance(model, dict) and model.get("name") in model_names():
         return {**shipped_model(model["name"]), **model}
-    if isinstance(model, dict) and set(model) == {"name"}:
+    # A name beside sizes is a word of one's own; without them it must be that of a shipped model.
+    sizes = {"n_layers", "hidden_size", "n_heads", "factory", "folder"}
+    if isinstance(model, dict) and "name" in model and not sizes & {*model}:
         return shipped_model(str(model["name"]))
     return model
 

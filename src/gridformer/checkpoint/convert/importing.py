@@ -29,7 +29,7 @@ from gridformer.checkpoint.manifest import KEPT
 from gridformer.checkpoint.safetensors_file import DTYPES, Streamed, opened_file
 from gridformer.checkpoint.side_files import KEPT_FILES, copy_files
 from gridformer.checkpoint.whole import shapes_of, write_weights
-from gridformer.config import DataConfig, ModelConfig, RunConfig, Task, any_of
+from gridformer.config import NO_PATH, DataConfig, ModelConfig, RunConfig, Task, any_of
 from gridformer.config.base import file_name
 from gridformer.data.side_texts import write_label_names
 from gridformer.data.tokenfolder import TOKENIZER
@@ -125,7 +125,7 @@ def import_folder(
     run = RunConfig(
         name=file_name(out.resolve().name, "imported"),
         model=model,
-        data=DataConfig(path=Path("data"), task=learned),
+        data=DataConfig(path=Path(NO_PATH), task=learned),
     )
     with new_folder(out) as writing:
         step = writing / "checkpoints" / "step-00000000"

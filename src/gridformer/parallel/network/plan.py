@@ -300,10 +300,19 @@ def roles_of(network: nn.Module, plan: Mapping[str, str] | None) -> Roles:
             roles.problems.append(
                 f"'{pattern}' in the plan matches nothing{closest(pattern, names)}"
             )
+        if role.kind == "heads":  # a pattern of layers matches all that is in them, too
+            counting = [
+                name
+                for name in matches
+                if all(hasattr(modules.get(name), attribute) for attribute in role.attributes)
+            ]
+            roles.heads |= dict.fromkeys(counting, role)
+            if matches and not counting:
+                what = " and ".join(role.attributes)
+                roles.problems.append(f"'{pattern}': no module that it matches has {what}")
+            continue
         for name in matches:
-            if role.kind == "heads":
-                roles.heads[name] = role
-            elif role.kind in ("opening", "head", "closing", "experts", "embedding", "norm"):
+            if role.kind in ("opening", "head", "closing", "experts", "embedding", "norm"):
                 if name in modules:
                     roles.modules[name] = role
                 elif not _is_of_experts(name, network, parsed):
@@ -465,8 +474,8 @@ def described(roles: Roles) -> Iterator[str]:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield (
             f"{names[0]}{more}: nothing places it. Give '{pattern}' a role in the plan: opening or "
-            "closing if it is a product of a section, summed if sharded heads read it, replicated "
-            "if every device is to compute all of it"
+            "closing if it is a product of a section, embedding or head if it is a table of words, "
+            "summed if sharded heads read it, replicated if every device is to compute all of it"
         )
 
 
