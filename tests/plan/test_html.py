@@ -11,6 +11,7 @@ from gridformer.plan.advice import advise
 from gridformer.plan.html import fastest_that_fits, memory_factors, write_plan_page
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import Result, Search
+from gridformer.plan.show import unlisted
 from tests.support.marks import extra
 from tests.support.plans import cluster, found_on_8, predictor, run_of, search, trace_of
 
@@ -56,6 +57,8 @@ def test_a_report_says_what_is_certain_what_is_hidden_and_what_is_left_out(tmp_p
     assert f"limit {limit:.1f} GiB" in page
     assert "messages over dp 25%" in page
     assert f"Left out: {result.refused[0].name} does not fit when it is traced, with 99.0" in page
+    again = replace(result.refused[0], run=result.layouts[0].run)
+    assert not any("Left out" in one for one in unlisted(replace(result, refused=[again])))
     # More nodes than the best layout needs numbers of links that nothing was fitted to.
     assert "On 16 devices: outer_efficiency (0.8) of dgx-h100 was not fitted to any data." in page
     assert "Estimates of the listed layouts are 0% to 0% off" in page
