@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gridformer import comm
 from gridformer.config import LayoutConfig, load_run
 from gridformer.config.factory import logits_of, make, probed
 from gridformer.exactness import EQUAL, in_processes
@@ -29,6 +34,11 @@ from gridformer.utils.tensors import map_tensors
 STEPS = 3
 _LAYERS = 2  # of a network that is cut
 _MOST_PARAMETERS = 50_000_000  # of a network that is not
+_PARTS = (
+    ". Between an opening and a closing product a device has a part of the columns and heads: "
+    "write -1 for a width or number of heads that the line states, or name what counts heads by "
+    "the role heads (docs/how-to/own-network.md)"
+)
 
 
 @dataclass
@@ -264,8 +274,12 @@ def compare(
     net = parallelize(module, layout, plan)
     batch = _batch_of(alone, inputs) if runs_as_a_family(layout) else None
     with in_float64():
-        expected = _train_alone(alone, inputs, batch) if net.axes.world.index == 0 else None
+        expected = None
+        if net.axes.world.index == 0:
+            with _errors_of_the_network("in one process, unchanged"):
+                expected = _train_alone(alone, inputs, batch)
         del alone
+        comm.barrier((net.axes.world,))  # a network that fails by itself is told first
 
         def step() -> float:
             if batch is not None:
@@ -274,7 +288,8 @@ def compare(
             net.backward(loss)
             return net.total(loss)
 
-        result = _train(net, step, net.optimizer(torch.optim.AdamW, lr=1e-3), net.gradients)
+        with _errors_of_the_network(f"on {describe_layout(layout)}", _PARTS):
+            result = _train(net, step, net.optimizer(torch.optim.AdamW, lr=1e-3), net.gradients)
     if expected is None:
         return None
     name, relative = max(_differences(expected, result), key=lambda pair: pair[1])
@@ -284,6 +299,33 @@ def compare(
         expected[0],
         describe_layout(layout),
     )
+
+
+@contextmanager
+def _errors_of_the_network(where: str, remedy: str = "") -> Iterator[None]:
+    """Makes what a network's own code raises in the block a sentence that names its line.
+
+    Raises:
+        ConfigError: What failed is neither an operation of gridformer nor a message.
+    """
+    try:
+        yield
+    except Exception as error:
+        every = traceback.walk_tb(error.__traceback__)
+        frames = [one for one in every if _package(one) not in ("torch", __name__)]
+        own = [one for one in frames if _package(one) != "gridformer"]
+        if not own or frames[-1] != own[-1]:
+            raise
+        libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))
+        own = [one for one in own if not one[0].f_code.co_filename.startswith(libraries)] or own
+        (line,) = traceback.StackSummary.extract(iter(own[-1:]))
+        place = f"{os.path.relpath(line.filename)}:{line.lineno}"
+        raise ConfigError(f"{place} fails {where}: {line.line}: {error}{remedy}") from None
+
+
+def _package(frame: tuple[FrameType, int]) -> str:
+    name: str = frame[0].f_globals.get("__name__", "")
+    return name if name == __name__ else name.partition(".")[0]
 
 
 _Result = tuple[float, dict[str, Tensor | None], dict[str, Tensor]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -33,6 +34,44 @@ class Twice(nn.Module):
 
 def twice() -> tuple[nn.Module, tuple[Tensor], dict[str, str]]:
     return Twice(), (torch.ones(2, 3, 8),), {"up": "opening", "down": "closing"}
+
+
+class Whole(Twice):
+    """A network that states the width of what is sharded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        out: Tensor = self.down(self.up(x).view(b, s, 8))
+        return out
+
+
+def whole() -> tuple[nn.Module, tuple[Tensor], dict[str, str]]:
+    return Whole(), *twice()[1:]
+
+
+def broken() -> tuple[nn.Module, tuple[Tensor], dict[str, str]]:
+    return Whole(), (torch.ones(2, 8),), twice()[2]
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (
+            "whole",
+            "test_prove.py:{line} fails on megatron 1x2: out: Tensor = "
+            "self.down(self.up(x).view(b, s, 8)): "
+            "shape '[2, 3, 8]' is invalid for input of size 24. ",
+        ),
+        ("broken", "test_prove.py:{before} fails in one process, unchanged: b, s, _ = x.shape: "),
+    ],
+)
+def test_what_fails_in_code_of_the_network_is_one_sentence(network: str, said: str) -> None:
+    done = gridformer_here("prove", f"tests.cli.test_prove:{network}", *MEGATRON)
+    assert done.returncode == 2, done.stderr
+    line = inspect.getsourcelines(Whole.forward)[1] + 2
+    assert said.format(line=line, before=line - 1) in done.stderr
+    assert ("write -1 for a width" in done.stderr) is (network == "whole")
+    assert "Traceback" not in done.stderr
 
 
 def test_equal() -> None:
