@@ -98,7 +98,14 @@ cols=2
     layout.scheme=megatron, megatron_2d or optimus
 scheme=megatron rows=2 cols=3
     layout.scheme=megatron uses layout.cols and cannot use layout.rows=2: use layout.rows=1 and
-    layout.cols=6, or layout.rows=1, or layout.scheme=megatron_2d or optimus
+    layout.cols=6, or layout.scheme=megatron_2d or optimus
+scheme=megatron branches=4
+    layout.scheme=megatron uses layout.cols and cannot use layout.branches=4: use
+    layout.branches=1 and layout.cols=4, or layout.scheme=subgraph
+scheme=subgraph branches=4 rows=2 cols=2
+    layout.scheme=subgraph uses layout.branches and cannot use layout.rows=2 and layout.cols=2:
+    use layout.rows=1 and layout.cols=1, or layout.scheme=megatron_2d and layout.branches=1, or
+    layout.scheme=optimus and layout.branches=1
 scheme=optimus sequence_parallel=true
     layout.sequence_parallel=true does not apply to optimus with stationary=auto: use
     layout.sequence_parallel=false
@@ -107,9 +114,8 @@ scheme=subgraph branches=8
     or 12, or model.n_heads=8 or 16
 scheme=subgraph branches=2 rows=2 cols=3
     layout.scheme=subgraph uses layout.branches and cannot use layout.rows=2 and layout.cols=3:
-    use layout.rows=1 and layout.cols=1 and layout.branches=12, or layout.rows=1 and
-    layout.cols=1, or layout.scheme=megatron_2d and layout.branches=1, or layout.scheme=optimus
-    and layout.branches=1
+    use layout.rows=1 and layout.cols=1 and layout.branches=6, or layout.scheme=megatron_2d and
+    layout.branches=1, or layout.scheme=optimus and layout.branches=1
 branches=2
     layout.scheme=single uses no grid and cannot use layout.branches=2: use layout.branches=1,
     or layout.scheme=subgraph

@@ -79,12 +79,12 @@ def _axes(run: RunConfig) -> Iterator[Violation]:
     if not wrong:
         return
     alone: Changes = {f"layout.{axis}": 1 for axis in wrong}
-    fixes = [Fix(lambda: [alone])]
-    if len(spec.axes) == 1:  # keeps the number of devices
-        (own,) = spec.axes
-        devices = layout.rows * layout.cols * layout.branches
-        sizes = [n for n in range(devices, 0, -1) if n != getattr(layout, own)]
-        fixes.insert(0, Fix(lambda: [alone | {f"layout.{own}": n} for n in sizes]))
+    devices = max(layout.rows * layout.cols, layout.branches)  # no scheme has a grid and branches
+    kept = [
+        alone | {f"layout.{k}": v for k, v in one.items() if v != getattr(layout, k)}
+        for one in spec.arrangements(devices)
+    ]
+    fixes = [Fix(lambda: [*sorted(kept, key=len), alone])]
     others = [
         {"layout.scheme": other.name}
         | {f"layout.{axis}": 1 for axis in AXES if _idle(layout, axis, other.axes)}
