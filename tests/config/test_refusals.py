@@ -53,8 +53,11 @@ REFUSED: list[tuple[str, ...]] = [
     ("'train.steps' is not an override: write section.key=value", "train.steps"),
     ("train.steps", "train.steps.more=1"),
     ("'name.more=1': name is a value, not a section", "name=x", "name.more=1"),
-    ("train.steps=1.5: input should be a valid integer", "train.steps=1.5"),
-    ("train.lr=nan: input should be a finite number", "train.lr=.nan"),
+    ("train.steps=1.5: must be a whole number", "train.steps=1.5"),
+    ("argument layout.cols=two: must be a whole number", "layout.cols=two"),
+    ("argument train.deterministic=maybe: must be true or false", "train.deterministic=maybe"),
+    ("argument name=5: must be a text", "name=5"),
+    ("train.lr=nan: must be a finite number", "train.lr=.nan"),
     ("train=5: must be a section with keys of its own, such as train.steps=1000", "train=5"),
     ("must be a list, such as 'train.loggers=[wandb]'", "train.loggers=mlflow"),
     ("data.sources.0=a: must be a section with keys of its own", "data.sources=[a]"),
@@ -159,10 +162,10 @@ def test_all_problems_at_once() -> None:
     found = problems(raw)
     for text in (
         "run: unknown key trian: did you mean 'train'?",
-        "layout.scheme=optmus: input should be 'single', 'megatron', 'megatron_2d', 'optimus'",
-        "layout.rows=0: input should be greater than or equal to 1",
-        "train.lr=-1: input should be greater than 0",
-        "train.steps=many: input should be a valid integer",
+        "layout.scheme=optmus: must be 'single', 'megatron', 'megatron_2d', 'optimus'",
+        "layout.rows=0: must be greater than or equal to 1",
+        "train.lr=-1: must be greater than 0",
+        "train.steps=many: must be a whole number",
         "unknown key train.stpes",
         "did you mean 'float32'?",
     ):
@@ -198,7 +201,7 @@ def test_every_divisor_that_is_offered_works() -> None:
     ("override", "text"),
     [
         ("trian.steps=3", "argument trian.steps=3: unknown key trian: did you mean 'train'?"),
-        ("train.lr=fast", "argument train.lr=fast: input should be a valid number"),
+        ("train.lr=fast", "argument train.lr=fast: must be a number"),
         ("train.update=in_backward", "argument train.update=in_backward: train: update="),
         ("data.task=pairs", "argument data.task=pairs: "),
     ],

@@ -16,7 +16,7 @@ from pydantic.functional_validators import AfterValidator
 
 from gridformer.cluster.tables import Tables
 from gridformer.config.base import closest
-from gridformer.config.reading import configs_dir, read_yaml
+from gridformer.config.reading import configs_dir, read_yaml, said_of
 from gridformer.config.schema import DIALECT
 from gridformer.utils.errors import ConfigError
 
@@ -287,7 +287,7 @@ def parse_cluster(raw: Mapping[str, Any], where: str) -> Cluster:
         problems = []
         for problem in error.errors():
             loc = [str(part) for part in problem["loc"]]
-            keys, message = ".".join(loc), problem["msg"].removeprefix("Value error, ")
+            keys, message = ".".join(loc), said_of(problem)
             if problem["type"] == "extra_forbidden":
                 message = "unknown key" + closest(loc[-1], _keys(loc[:-1]))
             elif problem["type"] == "missing":

@@ -147,7 +147,7 @@ def closest(word: str, known: Iterable[str]) -> str:
     It is `: did you mean 'steps'?` if a known word is similar, else the list of all known words, or
     an empty text if there are none.
     """
-    known = [k.removeprefix("input should be ").strip("'") for k in known]
+    known = [*known]
     match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     if match:
         return f": did you mean '{match[0]}'?"

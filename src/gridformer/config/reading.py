@@ -302,6 +302,10 @@ _SHAPES = {
     "dict_type": "a mapping",
     "tuple_type": "a list",
     "path_type": "a path",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    "string_type": "a text",
 }
 # A setting for each key that is a section, a list or a mapping.
 EXAMPLES = {
@@ -322,6 +326,14 @@ EXAMPLES = {
 }
 
 
+def said_of(error: ErrorDetails) -> str:
+    """Returns what one of pydantic's errors says of a value, in words for users."""
+    if shape := _SHAPES.get(error["type"]):
+        return f"must be {shape}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{message[:1].lower()}{message[1:]}".replace("input should be", "must be", 1)
+
+
 def _describe(error: ErrorDetails) -> str:
     """Turns one of pydantic's errors into a sentence, which ends in a remedy if one is known."""
     keys = [str(part) for part in error["loc"]]
@@ -330,18 +342,15 @@ def _describe(error: ErrorDetails) -> str:
         return f"unknown key {where}{_key_instead(keys)}"
     if error["type"] == "missing":
         return f"{where} is missing"
-    message = error["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
+    message = said_of(error)
     if error["type"] == "value_error":
         # A message about several keys names them itself.
         return message if message.startswith(f"{where}.") else f"{where}: {message}"
     got = error.get("input")
     if isinstance(got, str) and error["type"] == "literal_error":
         message += _value_instead(got, message)
-    elif error["type"] in _SHAPES:
-        message = f"must be {_SHAPES[error['type']]}"
-        if example := EXAMPLES.get(".".join(key for key in keys if not key.isdecimal())):
-            message += f", such as {shlex.quote(example)}"
+    elif example := EXAMPLES.get(".".join(key for key in keys if not key.isdecimal())):
+        message += f", such as {shlex.quote(example)}"
     if isinstance(got, str | int | float | bool):
         return f"{where}={shortened_text(got)}: {message}"
     return f"{where}: {message}"
@@ -369,7 +378,7 @@ def _key_instead(keys: list[str]) -> str:
 
 def _value_instead(got: str, message: str) -> str:
     """Returns what to write instead of a value, given a message that lists what is known."""
-    known = message.removeprefix("input should be ").replace(" or ", ", ").split(", ")
+    known = message.removeprefix("must be ").replace(" or ", ", ").split(", ")
     known = [word.strip("'") for word in known]
     meant = VALUES.get(plain(got), "")
     setting = KEYS.get(plain(got), "")
