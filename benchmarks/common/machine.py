@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from gridformer.utils.process import n_cores
+from gridformer.utils.process import n_cores, running
 
 
 def describe_machine(module: str) -> dict[str, str]:
@@ -20,9 +19,8 @@ def describe_machine(module: str) -> dict[str, str]:
     """
     import torch
 
-    load = os.getloadavg()[0]
-    busy = f". When it began, {load:.1f} processes were running" if load > 0.5 else ""
-    if busy:
+    if busy := running():
+        busy = f". When it began, {busy}"
         print(f"this machine is busy, so times will be off{busy}", file=sys.stderr)
     return {
         "date": datetime.now().strftime("%Y-%m-%d"),

@@ -92,6 +92,23 @@ def test_options_are_refused_before_anything_is_measured(
     assert said in str(found.exception)
 
 
+@pytest.mark.parametrize(("load", "said"), [(2.5, "2.5 processes were running"), (0.3, "")])
+def test_a_busy_machine_is_told_and_noted_in_the_file(
+    load: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = load_cluster("dgx-h100"), list[str]()
+    monkeypatch.setattr("gridformer.calibrate.machine.calibrate", lambda *_: found)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    out = tmp_path / "local.yaml"
+    done = CliRunner().invoke(app, ["calibrate", "--out", str(out)])
+    assert done.exit_code == 0
+    notes = [line for line in out.read_text().splitlines() if line.startswith("# Times")]
+    assert [line.endswith(f"{said}.") for line in notes] == [True] * bool(said)
+    assert ("This machine is busy" in done.stderr) is bool(said)
+    assert said in done.stderr
+    assert load_cluster(out).device == found[0].device
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_every_operation_has_a_row_that_its_table_accepts(gpu: bool) -> None:
     cases = quick_cases(gpu_cases() if gpu else cpu_cases())

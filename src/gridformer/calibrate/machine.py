@@ -250,8 +250,8 @@ def _digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def write_cluster(cluster: Cluster, path: Path) -> None:
-    """Writes a cluster to a YAML file, which `load_cluster` reads."""
+def write_cluster(cluster: Cluster, path: Path, busy: str = "") -> None:
+    """Writes a cluster to a YAML file, which `load_cluster` reads; `busy` is that of `running`."""
     data: dict[str, Any] = cluster.model_dump(mode="json")
     data.pop("name")
     tables = data.pop("tables")
@@ -262,7 +262,8 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
             lines.append(f"  {name}:  # {', '.join(row_type._fields)}")
             lines += [f"    - [{', '.join(map(_text, row))}]" for row in tables[name]]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, _HEAD + head + "\n".join(lines) + "\n")
+    note = f"# Times are too long: when this began, {busy}.\n" if busy else ""
+    write_text(path, _HEAD + note + head + "\n".join(lines) + "\n")
 
 
 def _text(value: Any) -> str:

@@ -10,6 +10,7 @@ import typer
 
 from gridformer.utils.errors import UserError
 from gridformer.utils.files import check_output
+from gridformer.utils.process import running
 
 
 def calibrate(
@@ -38,11 +39,13 @@ def calibrate(
     check_output("--out", out)
     if out.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out {out}: name a YAML file, such as local.yaml")
+    if busy := running():
+        typer.echo(f"This machine is busy, so times will be too long: {busy}", err=True)
     from gridformer.calibrate.machine import calibrate as measure
     from gridformer.calibrate.machine import write_cluster
 
     cluster, failures = measure(counts, quick, limit, lambda text: typer.echo(text, err=True))
-    write_cluster(cluster, out)
+    write_cluster(cluster, out, busy)
     for failure in failures:
         typer.echo(f"not measured: {failure}", err=True)
     device = cluster.device

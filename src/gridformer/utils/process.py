@@ -32,6 +32,15 @@ _ALLOC_CONFS = (ALLOC_CONF, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _is_command = _is_last_work = _is_copy = False
 
 
+def running() -> str:
+    """Returns `2.1 processes were running` if programs used the processor, else an empty text.
+
+    It is the mean of the last minute, so ask before this process computes anything.
+    """
+    load = os.getloadavg()[0]
+    return f"{load:.1f} processes were running" if load > 0.5 else ""
+
+
 def n_cores() -> int:
     """Returns the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
