@@ -254,13 +254,15 @@ def test_memory_without_fused_attention_is_larger() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "predict needs --cluster"),
-        (("--cluster", "dgx-h10"), "dgx-h100"),
-        (("--cluster", "dgx-h100", "layout.cols=2"), "layout.cols"),
+        (("predict",), "--cluster is missing: name one of dgx-h100, "),
+        (("plan", "--devices", "8"), "or the file that `gridformer calibrate` writes"),
+        (("predict", "--cluster", "dgx-h10"), "dgx-h100"),
+        (("predict", "--cluster", "dgx-h100", "layout.cols=2"), "layout.cols"),
     ],
 )
 def test_bad_input_is_refused(words: tuple[str, ...], said: str) -> None:
-    done = gridformer_here("predict", "gpt2-124m", "train.global_batch=2", *words)
+    command, *more = words
+    done = gridformer_here(command, "gpt2-124m", "train.global_batch=2", *more)
     assert done.returncode == 2
     assert said in done.stderr
 

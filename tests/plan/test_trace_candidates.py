@@ -132,7 +132,7 @@ def test_what_was_asked_for_is_checked_before_anything_is_traced(
 ) -> None:
     monkeypatch.setattr(trace_candidates, "Tracing", lambda *_, **__: pytest.fail("begun"))
     with pytest.raises(ConfigError, match=error) as raised:
-        plan_command.plan("gpt2-124m", "dgx-h100", 8, also=["layout.dp=8", also])
+        plan_command.plan("gpt2-124m", 8, cluster="dgx-h100", also=["layout.dp=8", also])
     assert str(raised.value).startswith("--also ")
 
 

@@ -128,7 +128,7 @@ def _print_layouts(what: str, listed: Sequence[Listed], console: Console) -> Non
 @last_work()
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL|RUN")],
-    cluster: str,
+    cluster: Annotated[str, typer.Option(metavar="NAME|FILE")] = "",
     devices: Annotated[int, typer.Option(min=1)],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
     batch: Annotated[int, typer.Option(min=0)] = 0,
@@ -155,7 +155,7 @@ def plan(
 
     Args:
         model: The name of a shipped model, or a run file.
-        cluster: The name of a shipped cluster, or a cluster file.
+        cluster: The name of a shipped cluster, or a file that `gridformer calibrate` writes.
         devices: The number of devices, one per process.
         overrides: Values that replace those of the run file.
         batch: The number of sequences in a step over all devices. The default is that of the run

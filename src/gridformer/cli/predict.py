@@ -19,7 +19,7 @@ from gridformer.cli.shared import (
     time_limit,
     waiting,
 )
-from gridformer.utils.errors import UserError, require
+from gridformer.utils.errors import require
 from gridformer.utils.files import check_output, write_text
 from gridformer.utils.process import last_work
 from gridformer.utils.units import GIB
@@ -192,12 +192,9 @@ def predict(
     """
     from rich.console import Console
 
-    from gridformer.cluster.file import cluster_names, cluster_path, load_cluster
+    from gridformer.cluster.file import cluster_path, load_cluster
     from gridformer.launch.plan import read_run_without_data
 
-    if not cluster:
-        names = ", ".join(cluster_names())
-        raise UserError(f"predict needs --cluster: a cluster file, or one of {names}")
     if trace is not None:
         check_output("--trace", trace, [run, cluster_path(cluster) or cluster])
     machine = load_cluster(cluster)

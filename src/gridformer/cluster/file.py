@@ -264,6 +264,11 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     path = cluster_path(name_or_path)
     if path is None:
         name = str(name_or_path)
+        if not name:
+            raise ConfigError(
+                f"--cluster is missing: name one of {', '.join(cluster_names())}, or the file that "
+                "`gridformer calibrate` writes of this machine"
+            )
         if name == LOCAL:
             text = f"there is no {LOCAL}.yaml here: `gridformer calibrate` measures this machine"
             raise ConfigError(f"{text} and writes it")
