@@ -116,7 +116,7 @@ def test_too_many_left_out_steps_end_the_run(
     plan = plan_of(token_folder, tmp_path, {}, **settings)
     (told,) = pool.run(1, poisoned, plan, "output", {0, 2, 3, 4})
     assert "step 5: " in told
-    assert "2 steps before it were left out" in told
+    assert "Left out before it: 2 steps" in told
 
 
 @pytest.mark.parametrize("layout", QUICK)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gridformer.utils.units import GIB, MIB, format_bytes, format_count, format_setting
+from gridformer.utils.units import GIB, MIB, counted, format_bytes, format_count, format_setting
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,11 @@ def test_bytes(n_bytes: float, text: str) -> None:
 def test_counts() -> None:
     counts = (0, 999, 999_499, 999_500, 1234567, 175e9, 1e12)
     assert " ".join(map(format_count, counts)) == "0 999 999k 1M 1.23M 175B 1T"
+
+
+def test_things_are_counted_in_the_singular_and_the_plural() -> None:
+    said = counted(1, "sample"), counted(2, "process"), counted(4096, "branch"), counted(0, "row")
+    assert said == ("1 sample", "2 processes", "4,096 branches", "0 rows")
 
 
 def test_settings() -> None:

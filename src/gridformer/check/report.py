@@ -33,6 +33,7 @@ from gridformer.record.itineraries import alike_stages
 from gridformer.record.rank import record_ranks
 from gridformer.record.routing import routing_notes
 from gridformer.record.step import Extent, RecordOptions
+from gridformer.utils.units import counted
 
 MOST = 16  # with more passes of all ranks in a step, equal ranks are traced once
 _TROUBLES = {
@@ -267,4 +268,4 @@ def print_report(run: RunConfig, report: Report, console: Console) -> None:
     if report.n_ranks != len(report.traced):
         ranks += f", of which {len(report.traced)} were traced"
     said = f"{n} problem{'s' * (n > 1)}" if n else "no problem"
-    line(f"Checked {report.n_messages:,} messages of {ranks}: {said}.", "bold")
+    line(f"Checked {counted(report.n_messages, 'message')} of {ranks}: {said}.", "bold")

@@ -11,7 +11,7 @@ import typer
 
 from gridformer.cli.shared import RunDirectory, waiting
 from gridformer.utils.files import refuse_existing
-from gridformer.utils.units import format_count
+from gridformer.utils.units import counted, format_count
 
 
 class DTypeOption(StrEnum):
@@ -53,7 +53,7 @@ def import_(
         done = import_folder(folder, out, dtype.value, partial(tell, ""), task)
     typer.echo(
         f"{out}: a {done.model_type} with {format_count(done.n_parameters)} parameters "
-        f"({done.run.model.n_layers} layers, family {done.run.model.family})"
+        f"({counted(done.run.model.n_layers, 'layer')}, family {done.run.model.family})"
     )
     if not done.has_tokenizer:
         typer.echo(

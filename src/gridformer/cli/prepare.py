@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gridformer.utils.errors import UserError
+from gridformer.utils.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,7 +170,8 @@ def prepare(
     except BaseException:
         if kept := documents_kept(out):
             Console(stderr=True).print(
-                f"{kept:,} documents are done; the same command goes on after them", highlight=False
+                f"done: {counted(kept, 'document')}; the same command goes on from there",
+                highlight=False,
             )
         raise
     summarize(folder, out, Console())

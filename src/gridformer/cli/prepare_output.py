@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gridformer.utils.units import counted
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -34,7 +36,7 @@ class Bar:
         counts = ""
         if now.kept and not self._told:
             self.bar.console.print(
-                f"going on after {now.kept:,} documents that are done", highlight=False
+                f"going on after {counted(now.kept, 'document')}", highlight=False
             )
             self._told = True
         if now.tokens:
@@ -64,7 +66,7 @@ def summarize(folder: TokenFolder, out: Path, console: Console) -> None:
     unit = 2 if index.kind == "pairs" else 1
     counts = f"{index.train.documents // unit:,} train, {index.val.documents // unit:,} val"
     longest = ", ".join(f"{name} {n}" for name, n in _usual_lengths(folder).items())
-    counted = [(f"{n:,} {what}", is_damage(what)) for what, n in index.skipped.items()]
+    skipped = [(f"{n:,} {what}", is_damage(what)) for what, n in index.skipped.items()]
     rows = {
         {"pairs": "pairs", "chat": "conversations"}.get(index.kind, "documents"): counts,
         "languages": " to ".join(index.languages or ()),
@@ -74,8 +76,8 @@ def summarize(folder: TokenFolder, out: Path, console: Console) -> None:
         "vocabulary": f"{index.vocab_size:,} ({index.tokenizer.origin})",
         "bytes per token": f"{n_bytes / words:.2f} ({n_bytes / 1e6:,.1f} MB of text)",
         "catalogs": f"{n:,}" if (n := sum(len(s.parts) for s in index.sources)) else "",
-        "left out": ", ".join(what for what, damaged in counted if not damaged),
-        "damaged": ", ".join(what for what, damaged in counted if damaged),
+        "left out": ", ".join(what for what, damaged in skipped if not damaged),
+        "damaged": ", ".join(what for what, damaged in skipped if damaged),
         "license": "; ".join(s.license for s in index.sources if s.license),
         "token folder": str(out),
     }

@@ -14,6 +14,7 @@ from gridformer.evaluate.decoding import Decoder
 from gridformer.evaluate.loading import Trained
 from gridformer.utils import rng
 from gridformer.utils.errors import ConfigError, UserError
+from gridformer.utils.units import counted
 
 MOST_SEED = 2**62 - 1  # `rng` reads integers up to this one
 
@@ -57,7 +58,8 @@ class Speed:
     new_s: float = 0.0  # of all other passes
 
     def __str__(self) -> str:
-        read, new = f"{self.prompt_tokens} tokens of prompts", f"{self.new_tokens} new tokens"
+        read = f"{counted(self.prompt_tokens, 'token')} of prompts"
+        new = counted(self.new_tokens, "new token")
         if self.prompt_s:
             read += f" at {self.prompt_tokens / self.prompt_s:,.0f} tokens/s"
         if self.new_s:  # none with --max-tokens 1, because the first pass gives one token

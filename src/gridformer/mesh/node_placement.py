@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from gridformer.config import LayoutConfig, divisors
-from gridformer.utils.units import MIB, three_digits
+from gridformer.utils.units import MIB, counted, three_digits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -283,7 +283,7 @@ def explain(
         sums = [_mib(one.total), ratio, str(one.sharing)]
         table.append([mark, _words(one, sizes, plain), *mib, *sums])
     widths = [max(map(len, column)) for column in zip(*table)]
-    text = [f"MiB that enter a node of {devices_per_node} devices in one step, by axis:"]
+    text = [f"MiB that enter a node of {counted(devices_per_node, 'device')} in one step, by axis:"]
     for mark, holds, *numbers in table:
         right = [cell.rjust(width) for cell, width in zip(numbers, widths[2:])]
         text.append(f"{mark:{widths[0]}} {holds:{widths[1]}}  {'  '.join(right)}")

@@ -22,6 +22,7 @@ from gridformer.mesh.launch_env import rank_env
 from gridformer.mesh.rendezvous import share_result, store_of, wait_until_heard
 from gridformer.utils.errors import UserError
 from gridformer.utils.process import n_cores
+from gridformer.utils.units import counted
 
 if TYPE_CHECKING:  # torch takes a second to import, and the command line imports this file
     import torch
@@ -57,13 +58,13 @@ def check_devices(
     place = rank_env()
     if nproc is not None and nproc != n_processes:
         problems.append(
-            f"--nproc={nproc}, but the layout needs {n_processes} processes ({_PRODUCT}): leave "
-            "--nproc out, or change the layout"
+            f"--nproc={nproc}, but the layout needs {counted(n_processes, 'process')} "
+            f"({_PRODUCT}): leave --nproc out, or change the layout"
         )
     if place and place.size != n_processes and not (elastic and place.size > n_processes):
         problems.append(
-            f"{place.by} started {place.size} processes, but the layout needs {n_processes} "
-            f"({_PRODUCT}): start {n_processes}, or change the layout"
+            f"{place.by} started {counted(place.size, 'process')}, but the layout needs "
+            f"{n_processes} ({_PRODUCT}): start {n_processes}, or change the layout"
         )
     most = max(_MOST_HERE, 32 * n_cores())
     if not place and n_processes > most:
@@ -101,8 +102,8 @@ def init_process_groups(
     gpu = None if device == "cpu" else own_gpu(place)
     if (place.size if place else 1) != n_processes or (device == "cuda" and gpu is None):
         problems = check_devices(device, n_processes) or [
-            f"the layout needs {n_processes} processes: start them with gridformer.launch.launch, "
-            "torchrun or srun"
+            f"the layout needs {counted(n_processes, 'process')}: start them with "
+            "gridformer.launch.launch, torchrun or srun"
         ]
         raise UserError("; ".join(problems))
     if place is None or n_processes == 1:

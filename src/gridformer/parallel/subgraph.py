@@ -30,6 +30,7 @@ from gridformer.parallel.scheme import (
     feed_forward_cuts,
     over_replicas,
 )
+from gridformer.utils.units import counted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -72,7 +73,7 @@ class Branched(SchemeSpec):
 
     def describe(self, layout: LayoutConfig) -> str:
         where = ", common layers on the first" if layout.common == "first" else ""
-        return f"{self.name}, {layout.branches} branches{where}"
+        return f"{self.name}, {counted(layout.branches, 'branch')}{where}"
 
     def arrangements(self, devices: int) -> Iterator[dict[str, Any]]:
         if devices > 1:

@@ -10,7 +10,7 @@ from gridformer.config import RunConfig
 from gridformer.plan.prediction import Prediction
 from gridformer.plan.search import PlannedLayout, Search
 from gridformer.plan.settings import Settings, arrangement, changed, single_changes
-from gridformer.utils.units import format_setting
+from gridformer.utils.units import counted, format_setting
 
 WORTH = 0.01  # gains below this fraction of a step are not worth a change
 UNSURE = 0.05  # gains by estimate below this are as small as the errors of estimates
@@ -195,7 +195,7 @@ def remedies(search: Search, smallest: PlannedLayout | None) -> list[str]:
     run, n, sentences = search.run, search.n_devices, []
     if smallest is None:
         sentences.append(
-            f"No layout of {n} devices divides this model and a global batch of "
+            f"No layout of {counted(n, 'device')} divides this model and a global batch of "
             f"{run.train.global_batch}: `gridformer layouts` lists the reasons."
         )
     else:

@@ -25,6 +25,7 @@ from gridformer.plan.search import MemoryKind, PlannedLayout, Result, Search
 from gridformer.plan.show import print_result, unlisted
 from gridformer.utils.files import write_text
 from gridformer.utils.page import ABOVE, document, figure, figure_place, stacked_bars
+from gridformer.utils.units import counted
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -66,9 +67,9 @@ def write_plan_page(
     If no layout was found, it says what would fit: the remedies. The file's folder is created if
     needed.
     """
-    title = f"{run.model.name} on {n_devices} devices of {cluster.name}"
+    title = f"{run.model.name} on {counted(n_devices, 'device')} of {cluster.name}"
     note = _note(
-        f"{run.train.global_batch} sequences of {run.seq_len} tokens a step, "
+        f"{counted(run.train.global_batch, 'sequence')} of {run.seq_len} tokens a step, "
         f"{run.train.dtype}. {result.n_arrangements} arrangements were estimated, and the "
         "fastest were traced: the code of a step ran on tensors without memory, and the "
         "cluster file says what its kernels and messages take. Nothing here was measured."
@@ -149,7 +150,7 @@ def certainty(result: Result, cluster: Cluster, counts: Sequence[int]) -> list[s
     sentences, said = [], {warning for one in result.listed for warning in one.traced.warnings}
     for n in counts:
         more = [doubt for doubt in doubts(cluster, n) if doubt not in said]
-        sentences += [f"On {n} devices: {doubt}." for doubt in more]
+        sentences += [f"On {counted(n, 'device')}: {doubt}." for doubt in more]
         said |= {*more}
     off = [100 * (one.estimate.step_s / one.traced.step_s - 1) for one in result.listed]
     least, most = (f"{v:+.0f}%" if round(v) else "0%" for v in (min(off), max(off)))

@@ -18,6 +18,7 @@ from gridformer.plan.advice import Advice, in_words, limit_of
 from gridformer.plan.prediction import Prediction, doubts, sureness
 from gridformer.plan.search import REPLICAS, PlannedLayout, Result, sharding
 from gridformer.utils.files import write_text
+from gridformer.utils.units import counted
 
 LEAST = 5e-4  # kinds that take less than this fraction of a step are not printed
 EXPLAINED = 3  # layouts whose reasons the command prints besides those that were asked for
@@ -40,10 +41,8 @@ def print_prediction(
 ) -> None:
     """Prints how long a step takes, where the time goes, what limits it, and the warnings."""
     n, step_s = run.layout.n_processes, prediction.step_s
-    devices = "one device" if n == 1 else f"{n} devices"
-    console.print(
-        f"{describe_layout(run.layout)} on {devices} of {cluster.name}, in {run.train.dtype}"
-    )
+    devices = f"{counted(n, 'device')} of {cluster.name}"
+    console.print(f"{describe_layout(run.layout)} on {devices}, in {run.train.dtype}")
     tokens = run.train.global_batch * run.seq_len / step_s if step_s else 0.0
     console.print(
         f"A step takes {_time(step_s)}: forward {_time(prediction.forward_s)}, backward "
@@ -107,8 +106,9 @@ def print_result(
     fastest, n_traces = len(result.layouts[: result.top]), len(result.layouts + result.refused)
     traces = f"{n_traces} layouts that were traced" if n_traces > 1 else "1 layout that was traced"
     head = (
-        f"{run.model.name} on {n} devices of {cluster.name}, {run.train.global_batch} "
-        f"sequences of {run.seq_len} tokens a step, {run.train.dtype}: the "
+        f"{run.model.name} on {counted(n, 'device')} of {cluster.name}, "
+        f"{counted(run.train.global_batch, 'sequence')} of {run.seq_len} tokens a step, "
+        f"{run.train.dtype}: the "
         f"{f'{fastest} fastest' if fastest > 1 else 'fastest'} of {traces}, of "
         f"{result.n_arrangements} arrangements ({result.n_estimates} estimates, "
         f"{result.seconds:.1f} s of the processor)"

@@ -20,7 +20,7 @@ from gridformer.report.steptrace import PurposeTraffic, StepTimeline, read_timel
 from gridformer.report.summary import summary
 from gridformer.utils.files import write_text
 from gridformer.utils.page import document, figure_place, stacked_bars
-from gridformer.utils.units import byte_unit, format_bytes, three_digits
+from gridformer.utils.units import byte_unit, counted, format_bytes, three_digits
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -168,8 +168,8 @@ def _history(runs: Sequence[RunReading]) -> str:
     table = _rows(head, rows, "many", numbers=(int(several),))
     opened = " open" if len(rows) <= 12 else ""
     return (
-        f"<h2>What has happened</h2><details{opened}><summary>{len(rows)} entries</summary>{table}"
-        "</details>"
+        f"<h2>What has happened</h2><details{opened}>"
+        f"<summary>{counted(len(rows), 'event')}</summary>{table}</details>"
     )
 
 

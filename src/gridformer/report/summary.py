@@ -16,7 +16,7 @@ from gridformer.report.figures import words
 from gridformer.report.reading import RunReading, marks_of, settings_table
 from gridformer.train.metrics import token_perplexity
 from gridformer.utils.errors import visible
-from gridformer.utils.units import format_count, three_digits
+from gridformer.utils.units import counted, format_count, three_digits
 
 NOTHING = "-"
 _MOST_MARKS = 5  # of a run on a terminal
@@ -67,7 +67,8 @@ def _mean(values: list[float]) -> float:
 
 
 def _load(values: list[float]) -> str:
-    return f"{_mean(values):.3g} times the mean load (last {min(len(values), _RECENT)} steps)"
+    recent = counted(len(values[-_RECENT:]), "step")
+    return f"{_mean(values):.3g} times the mean load (last {recent})"
 
 
 def _model(run: RunReading) -> str:
@@ -132,7 +133,8 @@ def _lowest(run: RunReading) -> str:
 
 def _recent(run: RunReading) -> str:
     recent = run.series("loss")[1][-_RECENT:]
-    return f"{fmean(recent):.4g} (mean of the last {len(recent)} steps)" if recent else ""
+    last = f"mean of the last {counted(len(recent), 'step')}"
+    return f"{fmean(recent):.4g} ({last})" if recent else ""
 
 
 def print_summary(runs: Sequence[RunReading], console: Console) -> None:

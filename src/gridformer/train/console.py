@@ -21,7 +21,7 @@ from gridformer.parallel.auto.decisions import notes
 from gridformer.parallel.registry import describe_layout
 from gridformer.train.callbacks import Callback, RunEnd, Saved, State
 from gridformer.train.metrics import spelled, token_perplexity
-from gridformer.utils.units import GIB, format_bytes, format_count, three_digits
+from gridformer.utils.units import GIB, counted, format_bytes, format_count, three_digits
 
 if TYPE_CHECKING:
     from gridformer.config import RunConfig
@@ -57,7 +57,8 @@ class Reporter(Callback):
         self._print(f"  {world.why}; {run.train.dtype}")
         lengths = f"{run.source_len} + {run.seq_len}" if run.source_len else str(run.seq_len)
         self._print(
-            f"  {format_count(n_train_tokens)} tokens of text, {batches[0].n_samples:,} samples; "
+            f"  {format_count(n_train_tokens)} tokens of text, "
+            f"{counted(batches[0].n_samples, 'sample')}; "
             f"batches of {run.train.global_batch} x {lengths} tokens"
         )
         for note in notes(run):

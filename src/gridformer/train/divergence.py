@@ -31,6 +31,7 @@ from gridformer.train.forward_backward import ReadRows
 from gridformer.train.step import Stepper
 from gridformer.utils.batch import IGNORE, Batch
 from gridformer.utils.errors import DivergedError
+from gridformer.utils.units import counted
 
 _DATA, _WEIGHTS, _OUTPUT, _LOSS, _GRADIENT, _MOMENT = range(6)  # in the order of blame
 _MOST = 1 << 40  # more than any position
@@ -85,8 +86,8 @@ class Recovery:
             in_a_row = self.done.in_a_row + 1
             if in_a_row > limit:
                 raise DivergedError(
-                    f"{why}. {limit} steps before it were left out (train.divergences={limit}). "
-                    f"{diagnosis.advice}"
+                    f"{why}. Left out before it: {counted(limit, 'step')} "
+                    f"(train.divergences={limit}). {diagnosis.advice}"
                 )
             self.done = self.done.model_copy(update={"in_a_row": in_a_row})
             return f"{why}; left out, as train.on_divergence=skip says", None, None
@@ -95,7 +96,8 @@ class Recovery:
     def _back(self, why: str, advice: str, limit: int) -> Decision:
         if self.done.rollbacks >= limit:
             raise DivergedError(
-                f"{why}. The run has gone back {limit} times (train.divergences={limit}). {advice}"
+                f"{why}. The run has gone back {counted(limit, 'time')} "
+                f"(train.divergences={limit}). {advice}"
             )
         steps: list[int] = []
         if self.axes.world.index == 0:  # the others might see the folder of a moment before

@@ -55,6 +55,11 @@ def format_count(count: float) -> str:
     return f"{count:.3g}"
 
 
+def counted(n: int, noun: str) -> str:
+    """Formats a number of things: `1 layout`, `2 processes`, `1,024 devices`."""
+    return f"{n:,} {noun}{'' if n == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
 def format_value(value: object) -> str:
     """Formats a value as in run files and overrides: `true`, not `True`."""
     if isinstance(value, list | tuple):

@@ -32,6 +32,7 @@ from gridformer.data.samples.texts import (
 from gridformer.data.tokenfolder import SplitName, TokenSplit
 from gridformer.data.tokenizer import Tokenizer
 from gridformer.utils.batch import IGNORE
+from gridformer.utils.units import counted
 
 _WANTED = ("labels", "answer", "targets")
 
@@ -231,7 +232,7 @@ def remarks(batches: Batches) -> list[str]:
         for number, stage in enumerate(order.stages):
             shares = [
                 f"{weight / sum(stage.weights):.1%} {name}"
-                + ("" if number else f" ({one.n_samples:,} samples)")
+                + ("" if number else f" ({counted(one.n_samples, 'sample')})")
                 for name, weight, one in zip(order.names, stage.weights, samples)
             ]
             since = f"from step {batches.start + stage.first_step + 1} on "
@@ -239,13 +240,13 @@ def remarks(batches: Batches) -> list[str]:
     if left_out := sum(one.n_left_out for one in samples):
         pairs = any(isinstance(one, PairSamples) for one in samples)
         what, why = (
-            ("pairs", "they are longer than that")
+            ("pair", "longer than that")
             if pairs
-            else ("conversations", "no answer begins within that length")
+            else ("conversation", "no answer begins within that length")
         )
-        said.append(f"{left_out:,} {what} are left out: {why}")
+        said.append(f"left out: {counted(left_out, what)} ({why})")
     if truncated := sum(one.n_truncated for one in samples):
-        said.append(f"{truncated:,} conversations are truncated: they are longer than that")
+        said.append(f"truncated: {counted(truncated, 'conversation')} (longer than that)")
     if positions := sum(one.n_samples * one.n_positions for one in samples):
         held = sum(one.n_held for one in samples)
         said.append(f"{1 - held / positions:.0%} of the positions are padding")
