@@ -119,7 +119,7 @@ def test_what_cannot_be_written_is_named(folder: Path) -> None:
 
 def test_a_pipe_that_is_closed_ends_the_command_in_silence(tmp_path: Path) -> None:
     with (tmp_path / "errors").open("w+") as errors:
-        command = [sys.executable, "-m", "gridformer", "layouts", "demo-4m", "-p", "4"]
+        command = [sys.executable, "-m", "gridformer", "layouts", "demo-4m", "--devices", "4"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as process:
             assert process.stdout is not None
             process.stdout.close()

@@ -28,6 +28,9 @@ def run_of(settings: str, batch: int, model: dict[str, Any]) -> RunConfig:
     )
 
 
+RUN = run_of("", 1, MODEL)
+
+
 @pytest.mark.parametrize("processes", [1, 2, 6, 12])
 def test_all_candidates_take_all_processes(processes: int) -> None:
     found = [*candidates(processes)]
@@ -49,12 +52,12 @@ def test_a_busy_machine_leaves_out_no_layout(monkeypatch: pytest.MonkeyPatch) ->
     """The time of a clock runs on while other programs have the processor."""
     clock = itertools.count(step=1000)
     monkeypatch.setattr(layouts.time, "monotonic", lambda: float(next(clock)))
-    found = list_layouts(MODEL, 4, seconds=600)
+    found = list_layouts(RUN, 4, seconds=600)
     assert len(found) == len([*candidates(4)])
 
 
 def test_all_rows_have_one_batch(tmp_path: Path) -> None:
-    found = list_layouts(MODEL, 12)
+    found = list_layouts(RUN, 12)
     (batch,) = {one.global_batch for one in found}
     assert batch == common_batch(12) == 12
     assert not any("train.global_batch" in text for one in found for text in one.problems)
@@ -62,18 +65,25 @@ def test_all_rows_have_one_batch(tmp_path: Path) -> None:
     for train, words, said in (
         ("{}", (), "12 samples of 1024 tokens a step (the fewest that all layouts split)"),
         ("{global_batch: 6}", (), "6 samples of 1024 tokens a step (train.global_batch)"),
-        ("{global_batch: 6}", ("--global-batch", "24"), "24 samples of 1024 tokens a step (--glo"),
+        (
+            "{global_batch: 6}",
+            ("train.global_batch=24", "data.seq_len=8"),
+            "24 samples of 8 tokens",
+        ),
+        ("{dtype: bfloat16}", (), "all layouts split), bfloat16: "),
     ):
         file.write_text(f"model: {json.dumps(MODEL)}\ndata: {{path: x}}\ntrain: {train}\n")
-        assert said in " ".join(invoke(str(file), "-p", "12", *words))
-    assert "of 8192 tokens a step" in " ".join(invoke("llama-3.1-8b", "-p", "2"))
+        assert said in " ".join(invoke(str(file), "--devices", "12", *words))
+    alone, *_ = invoke("llama-3.1-8b", "--devices", "1", "--scheme", "single", columns=200)
+    assert alone.startswith("llama-3.1-8b on 1 device, 1 sample of 8192 tokens a step")
+    assert alone.endswith("split), bfloat16: 1 layout works")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "transformer"])
 def test_listed_layouts_work_as_written(family: str) -> None:
     """Listed settings pass all checks as overrides; others fail with the given reason."""
     model = {**MODEL, "family": family}
-    found = list_layouts(model, 8)
+    found = list_layouts(run_of("", 1, model), 8)
     assert any(one.problems for one in found)
     assert any(not one.problems for one in found)
     for one in found:
@@ -97,7 +107,7 @@ def test_listed_layouts_work_as_written(family: str) -> None:
 
 
 def test_a_batch_that_does_not_divide_is_reported() -> None:
-    (only,) = (one for one in list_layouts(MODEL, 2, 3, 0, ["single"]) if one.layout.dp == 2)
+    (only,) = (one for one in list_layouts(RUN, 2, 3, ["single"]) if one.layout.dp == 2)
     assert re.search("train.global_batch=3 does not divide", only.problems[0])
     (reason,) = reasons([only])
     assert (reason.where, reason.n_layouts) == ("samples at a time=2", 1)
@@ -106,7 +116,7 @@ def test_a_batch_that_does_not_divide_is_reported() -> None:
 
 def test_one_reason_for_all_that_fail_alike() -> None:
     """Every layout that does not work is counted once, and all of its sizes are named."""
-    found = list_layouts(MODEL, 20)
+    found = list_layouts(RUN, 20)
     failing = [one for one in found if one.problems]
     said = reasons(found)
     assert len({reason.why for reason in said}) == len(said)
@@ -127,7 +137,7 @@ def test_many_sizes_of_a_reason_are_a_range_only_without_gaps() -> None:
 
 @pytest.mark.parametrize("model", ["gpt-175b", "transformer-base"])
 def test_every_reason_is_one_line_also_for_many_processes(model: str) -> None:
-    lines = invoke(model, "--processes", "1024", "--scheme", "megatron", "--scheme", "subgraph")
+    lines = invoke(model, "--devices", "1024", "--scheme", "megatron", "--scheme", "subgraph")
     at = next(number for number, line in enumerate(lines) if " do not work" in line)
     assert len(lines) > at + 1
     for line in lines[at + 1 :]:
@@ -144,9 +154,9 @@ def invoke(*words: str, columns: int = 80) -> list[str]:
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_command(columns: int) -> None:
-    lines = invoke("gpt2-124m", "--processes", "36", columns=columns)
+    lines = invoke("gpt2-124m", "--devices", "36", columns=columns)
     assert max(map(len, lines)) <= columns
-    assert "gpt2-124m on 36 processes" in lines[0]
+    assert "gpt2-124m on 36 devices" in lines[0]
     (row,) = (line for line in lines if line.startswith("dp=36 "))
     replicate, zero1, fsdp = map(float, row.split()[-3:])
     assert replicate > zero1 > fsdp
@@ -159,7 +169,9 @@ def test_command(columns: int) -> None:
     counts = [int(line.split()[0]) for line in lines[at + 1 :]]  # one line a reason
     assert sum(counts) == int(lines[at].split()[0])
     with pytest.raises(UserError, match="--scheme mega is unknown: use single, megatron"):
-        invoke("demo-4m", "-p", "2", "--scheme", "mega")
+        invoke("demo-4m", "--devices", "2", "--scheme", "mega")
+    with pytest.raises(UserError, match="cols=2: layouts are what this lists"):
+        invoke("demo-4m", "--devices", "2", "layout.cols=2")
 
 
 @pytest.mark.parametrize("name", ["mine.yaml", "mine.yml", "mine.json", "mine"])
@@ -169,19 +181,19 @@ def test_a_run_file_may_have_any_name(
     monkeypatch.chdir(tmp_path)
     model = {"name": "mine", "n_layers": 2, "hidden_size": 16, "n_heads": 2, "vocab_size": 64}
     Path(name).write_text(json.dumps({"model": model, "data": {"path": "x"}}))
-    assert "mine on 2 processes" in invoke(name, "-p", "2")[0]
+    assert "mine on 2 devices" in invoke(name, "--devices", "2")[0]
 
 
 def test_what_is_no_model_and_no_run_file_is_told_both() -> None:
-    assert "on 2 processes" in invoke("demo", "-p", "2")[0]
+    assert "on 2 devices" in invoke("demo", "--devices", "2")[0]
     with pytest.raises(ConfigError, match="demo-4n: no such run file or model: did you mean 'demo"):
-        invoke("demo-4n", "-p", "2")
+        invoke("demo-4n", "--devices", "2")
 
 
 def test_settings_can_be_copied() -> None:
-    found = [one for one in list_layouts({**MODEL, "vocab_size": 0}, 2) if not one.problems]
-    assert found
-    lines = invoke("demo-4m", "-p", "2", "--settings")
+    found = list_layouts(run_of("", 1, {**MODEL, "vocab_size": 0}), 2)
+    assert not all(one.problems for one in found)
+    lines = invoke("demo-4m", "--devices", "2", "--settings")
     assert "layout.scheme=megatron layout.cols=2 layout.sequence_parallel=true" in lines
     for line in lines:
         assert run_of(line, 4, {**MODEL, "n_heads": 8}).layout.n_processes == 2
@@ -197,7 +209,7 @@ def test_settings_over_a_run_file_that_has_a_layout(tmp_path: Path) -> None:
         "data": {"path": "."},
     }
     file.write_text(yaml.safe_dump(sections))
-    lines = invoke(str(file), "-p", "4", "--settings")
+    lines = invoke(str(file), "--devices", "4", "--settings")
     names = set()
     for line in lines:
         run = load_run(file, line.split())

@@ -67,7 +67,7 @@ def test_commands_know_it(install: Install, token_folder: Path, tmp_path: Path) 
     for words, said in {
         ("check", mine, *COLUMNS): "custom on samples 1x2",
         ("memory", mine, *COLUMNS): "samples 1x2",
-        ("layouts", mine, "--processes", "4", "--scheme", "samples"): "samples 1x2, pp=2",
+        ("layouts", mine, "--devices", "4", "--scheme", "samples"): "samples 1x2, pp=2",
         ("predict", mine, "--cluster", "dgx-h100", *COLUMNS): "samples 1x2",
         ("plan", mine, *plan): '"scheme": "samples"',
     }.items():

@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "memory": ("memory", "run.yaml"),
     "check": ("check", "run.yaml"),
     "predict": ("predict", "run.yaml", "--cluster", "cluster.yaml"),
-    "layouts": ("layouts", "run.yaml", "--processes", "2"),
+    "layouts": ("layouts", "run.yaml", "--devices", "2"),
     "prepare": ("prepare", "corpus", "--out", "prepared", "--vocab-size", "300"),
     "generate": ("generate", "trained", "--prompts", "prompts.jsonl"),
     "evaluate": ("evaluate", "trained", "--tasks", "text:corpus/1.txt"),
@@ -51,7 +51,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 # Every second command trains: it checks the most, and it is what a mistake costs hours with.
 NAMES = [*["train"] * 9, "resume", *COMMANDS]
 LAUNCHES = ("slurm", "kubernetes", "torchrun")
-OVERRIDDEN = ("train", "resume", "explain", "memory", "check", "predict", "plan", *LAUNCHES)
+OVERRIDDEN = (
+    *("train", "resume", "explain", "memory", "check", "predict", "plan", "layouts", *LAUNCHES),
+)
 _TOKENS = (
     *("run.yaml", "tokens", "tokens/index.json", "tokens/tokenizer.json", "tokens/train.bin"),
     *("tokens/train.idx", "tokens/val.bin", "tokens/val.idx"),
@@ -78,8 +80,8 @@ FILES = {
     "import": ("hf", "hf/config.json", "hf/model.safetensors", "hf/tokenizer.json"),
 }
 OPTIONS = (
-    *("--nproc", "--out", "--ranks", "--budget", "--cluster", "--processes", "--global-batch"),
-    *("--seq-len", "--scheme", "--vocab-size", "--val-fraction", "--tokenizer", "--pair-keys"),
+    *("--nproc", "--out", "--ranks", "--budget", "--cluster", "--processes", "--scheme"),
+    *("--vocab-size", "--val-fraction", "--tokenizer", "--pair-keys"),
     *("--tokenizer-sample-mb", "--seed", "--suffix", "--text-key", "--max-tokens", "--batch-size"),
     *("--temperature", "--top-k", "--top-p", "--beams", "--device", "--tasks", "--stride"),
     *("--length", "--limit", "--dtype", "--shard-gib", "--prompts", "--json", "--no-such-option"),
@@ -166,8 +168,6 @@ def commands(draw: st.DrawFn) -> Command:
     kinds = ["file", "file", "file", "file", "option", "argument"]
     if name in OVERRIDDEN:
         kinds += ["override", "override", "override", "in the file", "in the file", "text"]
-    if name == "layouts":
-        kinds += ["in the file", "text"]
     for kind in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3)):
         value = draw(st.sampled_from(VALUES))
         if kind == "override":

@@ -92,4 +92,4 @@ def check_arguments(words: list[str]) -> None:
         else:
             load_run(run, overrides)
     if name == "layouts" and not os.path.exists(values["model"]):
-        parse_run({"model": values["model"], "data": {"path": "."}})
+        parse_run({"model": values["model"], "data": {"path": "."}}, values["overrides"] or [])

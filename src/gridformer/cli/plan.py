@@ -6,15 +6,15 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gridformer.cli.shared import AsJson, Routing, in_dtype, state_routing
+from gridformer.cli.shared import AsJson, Overrides, Routing, in_dtype, state_routing
 from gridformer.utils.errors import ConfigError, UserError, require
 from gridformer.utils.files import check_output
 from gridformer.utils.process import last_work, processor_s
-from gridformer.utils.units import ESTIMATED_TOKENS, MOST_PROCESSES, MOST_TOKENS, byte_unit
+from gridformer.utils.units import ESTIMATED_TOKENS, MOST_PROCESSES, byte_unit, counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,26 +30,23 @@ _SOON_S, _LATE_S = 80.0, 120.0  # processor time of a plan, up to 64 devices and
 
 
 def layouts(
-    model: Annotated[str, typer.Argument(metavar="MODEL")],
-    processes: Annotated[int, typer.Option("--processes", "-p", min=1, max=MOST_PROCESSES)],
-    global_batch: Annotated[int, typer.Option(min=0, max=MOST_TOKENS)] = 0,
-    seq_len: Annotated[int, typer.Option(min=0, max=MOST_TOKENS)] = 0,
+    model: Annotated[str, typer.Argument(metavar="MODEL|RUN")],
+    devices: Annotated[int, typer.Option(min=1, max=MOST_PROCESSES)],
+    overrides: Overrides = None,
     scheme: list[str] | None = None,
     settings: bool = False,
 ) -> None:
-    """List all layouts of a model on a number of processes, and estimate the memory of each.
+    """List all layouts of a model on a number of devices, and estimate the memory of each.
 
-    For layouts that do not work, print the reasons.
+    For layouts that do not work, print the reasons. Without train.global_batch a step has the
+    fewest samples that every layout can split, and without data.seq_len these are as long as the
+    model takes, but at most 8192 tokens. A shipped model without a run file is in bfloat16.
 
-    Try: gridformer layouts bert-large --processes 8
+    Try: gridformer layouts bert-large --devices 8 train.global_batch=64
 
     Args:
         model: The name of a shipped model, or a run file.
-        processes: The number of processes, one per device.
-        global_batch: The number of samples in a step; 0 means train.global_batch of the run file,
-            or else the smallest that every layout can split.
-        seq_len: The number of tokens in a sample; 0 means data.seq_len of the run file, or else the
-            longest of the model, but at most 8192.
+        devices: The number of devices, one per process.
         scheme: List only this scheme, such as megatron or optimus. Can be repeated.
         settings: Print each layout as settings to copy into a `train` command.
     """
@@ -62,19 +59,20 @@ def layouts(
     wrong = [name for name in only if name not in schemes()]
     if wrong:
         raise UserError(f"--scheme {wrong[0]} is unknown: use {any_of(schemes())}")
+    given = in_dtype(model, overrides, "bfloat16")
+    if mine := [one for one in given if one.startswith("layout.")]:
+        raise UserError(f"argument {mine[0]}: layouts are what this lists: use --scheme")
     if model in model_names() and not Path(model).is_file():
-        run = parse_run({"model": model, "data": {"path": "."}})
+        run = parse_run({"model": model, "data": {"path": "."}}, given)
     else:
-        run = load_run(find_run_file(model, or_model=True))
-    section: dict[str, Any] = run.model.model_dump()
-    why = "--global-batch"
-    if not global_batch and "global_batch" in run.train.model_fields_set:
-        global_batch, why = run.train.global_batch, "train.global_batch"
-    elif not global_batch:
-        global_batch, why = common_batch(processes, only), "the fewest that all layouts split"
-    seq_len = seq_len or run.data.seq_len or min(run.model.max_seq_len, ESTIMATED_TOKENS)
-    listed = list_layouts(section, processes, global_batch, seq_len, only, _LIST_S)
-    total = sum(1 for _ in candidates(processes, only))
+        run = load_run(find_run_file(model, or_model=True), given)
+    batch, why = run.train.global_batch, "train.global_batch"
+    if "global_batch" not in run.train.model_fields_set:
+        batch, why = common_batch(devices, only), "the fewest that all layouts split"
+    length = run.data.seq_len or min(run.model.max_seq_len, ESTIMATED_TOKENS)
+    run = run.model_copy(update={"data": run.data.model_copy(update={"seq_len": length})})
+    listed = list_layouts(run, devices, batch, only, _LIST_S)
+    total = sum(1 for _ in candidates(devices, only))
     if len(listed) < total:
         n = f"{len(listed):,} of {total:,} layouts were checked in {_LIST_S} s"
         typer.echo(f"{n}, fewest stages first (see --scheme)", err=True)
@@ -83,8 +81,10 @@ def layouts(
             if not one.problems:
                 typer.echo(one.settings_over(run.layout) or f"layout.scheme={run.layout.scheme}")
         return
-    what = f"{run.model.name} on {processes} process{'es' * (processes > 1)}, "
-    what += f"{global_batch} samples of {seq_len} tokens a step ({why}), float32"
+    what = f"{run.model.name} on {counted(devices, 'device')}, {counted(batch, 'sample')} of "
+    what += f"{length} tokens a step ({why}), {run.train.dtype}"
+    if run.train.recompute != "none":
+        what += f", train.recompute={run.train.recompute}"
     _print_layouts(what, listed, Console(highlight=False))
 
 
@@ -95,7 +95,8 @@ def _print_layouts(what: str, listed: Sequence[Listed], console: Console) -> Non
     from gridformer.memory.layouts import reasons
 
     fitting = [one for one in listed if not one.problems]
-    console.print(Text(f"{what}: {len(fitting)} layouts work"))
+    n = len(fitting)
+    console.print(Text(f"{what}: {counted(n, 'layout')} work{'s' * (n == 1)}"))
     if fitting:
         unit, unit_name = byte_unit(max(one.modes["replicate"] for one in fitting))
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
@@ -108,19 +109,16 @@ def _print_layouts(what: str, listed: Sequence[Listed], console: Console) -> Non
             sizes = [f"{one.modes[m] / unit:,.1f}" if m in one.modes else "-" for m in modes]
             table.add_row(Text(one.name), *sizes)
         console.print(table)
-        note = (
-            f"{unit_name}: a quick estimate of what the fullest rank holds in such a step, without "
-            "recomputation"
-        )
+        note = f"{unit_name}: a quick estimate of what the fullest rank holds in such a step"
         if len(modes) > 1:
             note += "; the next columns are the same with layout.dp_mode=zero1 and fsdp"
-        note += ". `gridformer memory` traces a layout, also in other types; --settings prints "
-        note += "settings to copy."
+        note += ". `gridformer memory` traces a layout; --settings prints settings to copy."
         console.print(Text(note))
     for number, reason in enumerate(reasons(listed)):
         if not number:
             count = str(len(listed) - len(fitting))
-            console.print(Text(f"\n{count} do not work, counted by their first reason:"))
+            do = "does" if count == "1" else "do"
+            console.print(Text(f"\n{count} {do} not work, counted by their first reason:"))
         where = f"{reason.where}: " if reason.where else ""
         console.print(Text(f"{reason.n_layouts:{len(count)}}  {where}{reason.why}"))
 
@@ -128,15 +126,15 @@ def _print_layouts(what: str, listed: Sequence[Listed], console: Console) -> Non
 @last_work()
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL|RUN")],
-    cluster: Annotated[str, typer.Option(metavar="NAME|FILE")] = "",
     devices: Annotated[int, typer.Option(min=1)],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
+    cluster: Annotated[str, typer.Option(metavar="NAME|FILE")] = "",
     batch: Annotated[int, typer.Option(min=0)] = 0,
     top: Annotated[int, typer.Option(min=1)] = 10,
     also: Annotated[list[str] | None, typer.Option(metavar="'KEY=VALUE ...'")] = None,
     emit: Path | None = None,
     html: Path | None = None,
-    seconds: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    seconds: Annotated[float, typer.Option(min=0)] = 0.0,
     as_json: AsJson = False,
     routing: Routing = None,
 ) -> None:
@@ -215,7 +213,7 @@ def plan(
     elif result.layouts:
         print_result(run, result, advice, machine, console)
     else:
-        console.print(f"Nothing fits on {devices} devices of {machine.name}.")
+        console.print(f"Nothing fits on {counted(devices, 'device')} of {machine.name}.")
         for one, why in zip(result.listed, advice):
             console.print(f"- {one.name}: {' '.join(reasons(result, one, why))}")
         for sentence in would_fit:
@@ -237,7 +235,8 @@ def _run(
     from gridformer.plan.search import default_batch
 
     if devices > machine.size:
-        raise UserError(f"--devices {devices}: {machine.name} has at most {machine.size} devices")
+        most = counted(machine.size, "device")
+        raise UserError(f"--devices {devices}: {machine.name} has at most {most}")
     names_model = model in model_names() and not Path(model).is_file()
     keys = {override.partition("=")[0] for override in overrides}
     overrides = in_dtype(model, overrides, machine.fastest_dtype)
@@ -258,7 +257,7 @@ def _also(model: str, overrides: list[str], run: RunConfig, devices: int, text: 
     try:
         other = read_run_without_data(model, [*given, *shlex.split(text)], lambda note: None)
         if (n := other.layout.n_processes) != devices:
-            raise ConfigError(f"its layout has {n} devices, not --devices {devices}")
+            raise ConfigError(f"its layout has {counted(n, 'device')}, not --devices {devices}")
         if (other.model, other.data, other.train.global_batch) != (run.model, run.data, batch):
             raise ConfigError("it changes the model, the data or the batch: set keys of layout")
     except (ConfigError, ValueError) as error:

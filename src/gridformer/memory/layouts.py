@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gridformer.config import LayoutConfig, ModelConfig, RunConfig, divisors, parse_run
+from gridformer.config import LayoutConfig, ModelConfig, RunConfig, divisors
 from gridformer.parallel.registry import describe_layout, spec_of, specs
 from gridformer.parallel.validation import violations
 from gridformer.utils.units import format_setting
@@ -62,40 +62,34 @@ class Listed:
 
 
 def list_layouts(
-    model: dict[str, Any],
-    processes: int,
+    run: RunConfig,
+    devices: int,
     global_batch: int = 0,
-    seq_len: int = 0,
     schemes: Sequence[str] = (),
     seconds: float = math.inf,
 ) -> list[Listed]:
-    """Lists every arrangement of `processes` for a model, checked as `gridformer train` would.
+    """Lists every arrangement of `devices` for a run, checked as `gridformer train` would.
 
-    A pipeline gets as many micro-batches as it has stages. Memory is estimated for float32.
+    A pipeline gets as many micro-batches as it has stages.
 
     Args:
-        model: The section `model` of a run file, as a mapping.
-        processes: The number of processes.
+        run: The run, whose layout does not count.
+        devices: The number of devices, one per process.
         global_batch: The global batch. 0 uses `common_batch`, so that only the model decides
             whether a layout works.
-        seq_len: Tokens per sequence; 0 uses the model's maximum.
         schemes: The schemes to list; empty lists all.
         seconds: Processor time for the checks; candidates that are not checked by then are left
             out. The time of other programs, and that of loading torch from a cold disk, does not
             count.
-
-    Raises:
-        ConfigError: The model, the batch or the length is not valid.
     """
     listed = []
-    whole = parse_run({"model": model, "data": {"path": ".", "seq_len": seq_len}})
     end = time.process_time() + seconds
-    batch = global_batch or common_batch(processes, schemes)
-    train = whole.train.model_copy(update={"global_batch": batch})
-    for layout in candidates(processes, schemes):
+    batch = global_batch or common_batch(devices, schemes)
+    train = run.train.model_copy(update={"global_batch": batch})
+    for layout in candidates(devices, schemes):
         if time.process_time() > end:
             break
-        run = whole.model_copy(update={"layout": layout, "train": train})
+        run = run.model_copy(update={"layout": layout, "train": train})
         problems = _problems(run)
         modes = {} if problems else {"replicate": _held(run)}
         for mode in ("zero1", "fsdp") if not problems else ():
