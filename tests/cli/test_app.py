@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,17 @@ def test_help_is_whole_sentences_that_fill_the_lines(command: CommandInfo) -> No
     for line, after in itertools.pairwise(prose):
         if line and after:
             assert len(f" {line} {after.split()[0]} ") > 80, line
+
+
+@pytest.mark.parametrize(
+    "command", cli.app.registered_commands, ids=lambda one: one.callback.__name__
+)
+def test_an_option_has_the_help_of_its_own_command(command: CommandInfo) -> None:
+    """Commands may share the annotation of an option, and so the help that one of them sets."""
+    described = inspect.unwrap(command.callback or cli.main)
+    entries = inspect.cleandoc(described.__doc__ or "").partition("Args:\n")[2]
+    for name, said in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", entries, re.MULTILINE):
+        assert described.__annotations__[name].__metadata__[0].help == " ".join(said.split())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from gridformer.utils.process import running
 def calibrate(
     out: Path = Path("local.yaml"),
     processes: str = "1,2,4,8,16",
-    limit: Annotated[float, typer.Option(min=1.0)] = 80.0,
+    limit: Annotated[float, typer.Option(min=1)] = 80.0,
     quick: bool = False,
 ) -> None:
     """Measure this machine and write a cluster file for predict and plan.
@@ -58,7 +58,7 @@ def calibrate(
 
 def doctor(
     nproc: Annotated[int, typer.Option(min=1, max=64)] = 4,
-    timeout: Annotated[float, typer.Option(min=1.0)] = 60.0,
+    timeout: Annotated[float, typer.Option(min=1)] = 60.0,
 ) -> None:
     """Check what training needs, connect some processes, and measure their speed.
 

@@ -82,7 +82,7 @@ def memory(
     run: RunFile,
     overrides: Overrides = None,
     ranks: str = "",
-    budget: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    budget: Annotated[float, typer.Option(min=0)] = 0.0,
     html: Path | None = None,
     seconds: Seconds = None,
     routing: Routing = None,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUNDIR...")],
     html: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, max=LONGEST)] = 10.0,
+    seconds: Annotated[float, typer.Option(min=0, max=LONGEST)] = 10.0,
 ) -> None:
     """Report what one run has done, or how several runs compare.
 
@@ -94,7 +94,7 @@ def _estimated(run: RunReading) -> Estimates:
 
 def health(
     run_dir: Annotated[Path, typer.Argument(metavar="RUNDIR")],
-    max_age_s: Annotated[float | None, typer.Option(min=0.0)] = None,
+    max_age_s: Annotated[float | None, typer.Option(min=0)] = None,
 ) -> None:
     """Say in one line whether a run is alive; exit with 0 if it is and with 1 if not.
 

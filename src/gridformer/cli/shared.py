@@ -20,7 +20,7 @@ from gridformer.utils.process import leave_progress_bar
 from gridformer.utils.signals import end_process
 
 _SECONDS: Final = 25.0
-LONGEST: Final = 1e7  # seconds that an option may say
+LONGEST: Final = 10_000_000  # seconds that an option may say
 _LOOK_S: Final = 0.5
 
 RunFile = Annotated[
@@ -55,7 +55,7 @@ Seconds = Annotated[
     float | None,
     typer.Option(
         "--seconds",
-        min=0.0,
+        min=0,
         max=LONGEST,
         help="Give up after this number of seconds of the processor's time, by default 25; 0 means "
         "never.",

@@ -30,7 +30,14 @@ TrainedModel = Annotated[
         "of Hugging Face.",
     ),
 ]
-Layout = Annotated[list[str] | None, typer.Argument(metavar="LAYOUT")]
+Layout = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Keys of the layout to run on, such as layout.scheme=megatron layout.cols=2. Without "
+        "any it is one process, whatever the layout of training was.",
+    ),
+]
 DTypeName = Annotated[
     str,
     typer.Option(
@@ -59,7 +66,7 @@ Timeout = Annotated[
     float | None,
     typer.Option(
         "--timeout",
-        min=1.0,
+        min=1,
         max=LONGEST,
         help="On several processes: one that waits for another for this number of seconds ends the "
         "command and names the cause. The default is 600, and 21600 for lm-eval tasks, whose data "
@@ -102,8 +109,6 @@ def generate(
     gridformer generate runs/demo layout.scheme=megatron layout.cols=2 --prompts prompts.txt
 
     Args:
-        overrides: The layout on which to generate, such as layout.scheme=megatron layout.cols=2.
-            The default is one process, whatever the layout of training was.
         prompt: The text to continue, translate or fill in, where ___ marks a blank. - reads it from
             standard input.
         prompts: A file of prompts, one per line, or JSON lines with the key prompt. The output is
@@ -184,8 +189,6 @@ def evaluate(
     gridformer evaluate runs/demo layout.scheme=megatron layout.cols=2 --tasks text:README.md --json
 
     Args:
-        overrides: The layout on which to evaluate, such as layout.scheme=optimus layout.rows=2
-            layout.cols=2. The default is one process, whatever the layout of training was.
         tasks: Tasks, separated by commas: text:FILE (perplexity), wikitext:FILE (perplexity per
             word of WikiText's original), lambada:FILE (last words), labels:FILE (accuracy of a
             classifier), examples:FOLDER (scores of a fine-tuned model), bleu:FILE (pairs of texts),
