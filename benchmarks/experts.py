@@ -263,7 +263,6 @@ def main(
     mbit: Annotated[float, typer.Option(help="Mbit/s of emulated nodes; 0: none of them.")] = 200,
 ) -> None:
     """Measure, and write the page."""
-    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="gridformer-experts-") as name:
         folder, found = Path(name), {}
         if find_spec("accelerate"):
@@ -277,8 +276,7 @@ def main(
     about = describe_machine("benchmarks.experts")
     head = (
         f"{about['date']}: {about['cpu']}, {about['cores']} cores, torch {about['torch']}, gloo, "
-        f"commit {about['commit'] or 'unknown'}: `{about['command']}`. When it began, {load:.1f} "
-        "other processes were running or waiting for a core on average."
+        f"commit {about['commit'] or 'unknown'}: `{about['command']}`{about['busy']}."
     )
     said = "\n".join(f"- {title}: {conclusion(times)}." for title, times in found.items())
     tables = [part for title, times in found.items() for part in (f"## {title}", table(times))]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from gridformer.utils.process import n_cores, running
 
+BUSY = running()  # when the benchmark began, whose own processes do not count
+
 
 def describe_machine(module: str) -> dict[str, str]:
     """Return what the numbers depend on besides the code; it is written beside them.
@@ -19,8 +21,8 @@ def describe_machine(module: str) -> dict[str, str]:
     """
     import torch
 
-    if busy := running():
-        busy = f". When it began, {busy}"
+    busy = f". When it began, {BUSY}" if BUSY else ""
+    if busy:
         print(f"this machine is busy, so times will be off{busy}", file=sys.stderr)
     return {
         "date": datetime.now().strftime("%Y-%m-%d"),

@@ -163,7 +163,7 @@ def main(
     keep: Annotated[Path | None, typer.Option(help="A folder for what calibration finds.")] = None,
 ) -> None:
     """Search, measure what is best, and write the page."""
-    began, load = time.monotonic(), os.getloadavg()[0]
+    began = time.monotonic()
 
     def tell(text: str) -> None:
         print(f"[{time.monotonic() - began:5.0f} s] {text}", file=sys.stderr, flush=True)
@@ -189,8 +189,8 @@ def main(
     about = describe_machine("benchmarks.published.grids")
     head = (
         f"{about['date']}: {about['cpu']}, {about['cores']} cores, torch {about['torch']}, gloo, "
-        f"commit {about['commit'] or 'unknown'}: `{command_line('benchmarks.published.grids')}`. "
-        f"When it began, {load:.1f} other processes were running or waiting for a core on average."
+        f"commit {about['commit'] or 'unknown'}: `{command_line('benchmarks.published.grids')}`"
+        f"{about['busy']}."
     )
     write_page(
         ["# Grids for long sequences on an emulated cluster", head, *page(bests, times), _HOW], out

@@ -10,6 +10,7 @@ def test_rows_are_layouts_of_as_many_devices_whose_experts_lie_on_ep_of_them() -
     runs = [(row, run_of(row)) for row in rows if not row["why_not"]]
     assert len(runs) > 30
     assert len(rows) > len(runs)
+    assert all(row["source"].startswith("https://") for row in rows)
     for row, run in runs:
         layout = run.layout
         assert layout.n_processes == int(row["devices"])

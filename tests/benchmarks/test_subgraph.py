@@ -13,6 +13,8 @@ from benchmarks.subgraph.cases import Case, all_cases, variants
 from benchmarks.subgraph.report import plot, report
 from typer.testing import CliRunner
 
+from gridformer.utils.process import running
+
 
 def measured(case: Case, dp: float, other: float) -> dict[str, Any]:
     """Return a case's line, in which data parallelism takes `dp` seconds and the others `other`."""
@@ -95,6 +97,7 @@ def test_a_busy_machine_is_named(
     case = Case("transformer", "total", 8, 1, 4)
     for load, busy in ((0.2, False), (7.0, True)):
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        monkeypatch.setattr("benchmarks.common.machine.BUSY", running())
         machine = describe_machine("benchmarks.subgraph")
         assert ("this machine is busy" in capsys.readouterr().err) == busy
         text = report({case.key: measured(case, 0.3, 0.2) | {"machine": machine}})
