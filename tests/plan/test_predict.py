@@ -1,11 +1,13 @@
 """Predictions from traces: what kernels are recorded, and that what is left out changes nothing."""
 
 import textwrap
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from rich.console import Console
 
 from gridformer.cluster.file import load_cluster
 from gridformer.config import RunConfig, parse_run
@@ -15,6 +17,7 @@ from gridformer.parallel.validation import check_layout
 from gridformer.plan import program
 from gridformer.plan.predict import predict, price, record_run, unfused
 from gridformer.plan.prediction import Prediction
+from gridformer.plan.show import print_prediction
 from gridformer.record import Kernel, trace_rank
 from gridformer.record.device import Backend
 from gridformer.train.flops import StepFlops
@@ -311,3 +314,8 @@ def test_a_run_fits_if_its_own_limit_leaves_a_margin(gpu: InProcess) -> None:
         found = gpu(predict, limited, cluster)
         assert found.fits is fits
         assert found.limit_gib == pytest.approx(0.95 * gib)
+    fast = replace(found, model_tflops_per_device=1453.2, hardware_tflops_per_device=0.0123)
+    console = Console(record=True)
+    print_prediction(run, cluster, fast, console)
+    assert "1,453 model" in (said := console.export_text())
+    assert "(0.0123 with" in said

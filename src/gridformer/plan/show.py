@@ -18,7 +18,7 @@ from gridformer.plan.advice import Advice, in_words, limit_of
 from gridformer.plan.prediction import Prediction, doubts, sureness
 from gridformer.plan.search import REPLICAS, PlannedLayout, Result, sharding
 from gridformer.utils.files import write_text
-from gridformer.utils.units import counted
+from gridformer.utils.units import counted, three_digits
 
 LEAST = 5e-4  # kinds that take less than this fraction of a step are not printed
 EXPLAINED = 3  # layouts whose reasons the command prints besides those that were asked for
@@ -47,8 +47,9 @@ def print_prediction(
     console.print(
         f"A step takes {_time(step_s)}: forward {_time(prediction.forward_s)}, backward "
         f"{_time(prediction.backward_s)}, update {_time(prediction.update_s)}. That is "
-        f"{tokens:,.0f} tokens/s and {prediction.model_tflops_per_device:.3g} model TFLOP/s per "
-        f"device ({prediction.hardware_tflops_per_device:.3g} with what is recomputed)."
+        f"{tokens:,.0f} tokens/s and {three_digits(prediction.model_tflops_per_device)} model "
+        f"TFLOP/s per device ({three_digits(prediction.hardware_tflops_per_device)} with what is "
+        "recomputed)."
     )
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("where the time goes")
@@ -68,8 +69,8 @@ def print_prediction(
     else:
         fits = "It fits" if prediction.fits else "It does not fit"
         console.print(
-            f"{fits}: a rank's tensors take {prediction.peak_gib:.3g} of the "
-            f"{prediction.limit_gib:.3g} GiB that leave 5% to spare."
+            f"{fits}: a rank's tensors take {three_digits(prediction.peak_gib)} of the "
+            f"{three_digits(prediction.limit_gib)} GiB that leave 5% to spare."
         )
     said = doubts(cluster, n, extrapolated=False)
     for warning in prediction.warnings:
@@ -210,11 +211,11 @@ COLUMNS: dict[str, Callable[[PlannedLayout, Prediction], str]] = {
     "\nGiB": lambda _, p: f"{p.peak_gib:.1f}",
     "micro-\nbatches": lambda one, _: str(one.run.layout.micro_batches),
     "\nrecompute": lambda one, _: _recomputed(one.run.train),
-    "TFLOP/s\na device": lambda _, p: f"{p.model_tflops_per_device:.3g}",
-    "s in\nmessages": lambda _, p: f"{p.exposed_communication_s:.3g}",
+    "TFLOP/s\na device": lambda _, p: three_digits(p.model_tflops_per_device),
+    "s in\nmessages": lambda _, p: three_digits(p.exposed_communication_s),
     "\nkind": lambda one, _: words_of_kind(one),
-    "s in\nbubbles": lambda _, p: f"{p.bubble_s:.3g}",
-    "\nhidden": lambda _, p: f"{sum(p.parts.hidden.values()):.3g}",
+    "s in\nbubbles": lambda _, p: three_digits(p.bubble_s),
+    "\nhidden": lambda _, p: three_digits(sum(p.parts.hidden.values())),
 }
 
 
@@ -327,8 +328,8 @@ def write_run(one: PlannedLayout, path: Path, how: str) -> None:
     if prediction is not None:
         lines.append(
             f"# Predicted: {prediction.step_s:.4g} s a step, {prediction.peak_gib:.1f} of "
-            f"{prediction.limit_gib:.1f} GiB, {prediction.model_tflops_per_device:.4g} TFLOP/s a "
-            "device."
+            f"{prediction.limit_gib:.1f} GiB, {three_digits(prediction.model_tflops_per_device)} "
+            "TFLOP/s a device."
         )
     values = run.model_dump(mode="json", exclude_defaults=True)
     if run.data.path == Path() and not run.data.sources:  # made from a model's name alone
