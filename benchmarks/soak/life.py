@@ -77,7 +77,7 @@ class Life:
     def run(self) -> None:
         """Lets all faults happen, and then the run come to its end."""
         for fault in self.drawn.faults:
-            if self._done or (self.now and self.now.code == 0):
+            if self._done or self.folder.done() >= STEPS:
                 self.too_late.append(fault)
                 continue
             met = Met(fault, self.layout)
@@ -131,6 +131,8 @@ class Life:
         """Waits until the run trains; checks from where, and what that start had to clear up."""
         now = self._running()
         if not now.trained and not now.wait_until(lambda: now.trains(self.out)):
+            if _ALL_DONE in now.said():  # the start before was stopped when it had done all steps
+                return STEPS
             raise LateError(
                 f"it ended before it trained, with code {now.code}: {_tail(now.said())}"
             )
@@ -294,6 +296,9 @@ class Life:
         now = self._running()
         wanted = _pattern(met, rank=rank, pid=pid)
         if not now.wait_until(lambda: bool(wanted.search(now.said()[before:]))):
+            if now.code == 0:
+                self._came_after_the_end(met)
+                return
             met.problems.append(f"it ended with {now.code}: {_tail(now.said())}")
             self._finish(met, ())
             return
