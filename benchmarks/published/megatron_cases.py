@@ -10,7 +10,7 @@ from benchmarks.planner.pricing import cluster_of, price, record
 from benchmarks.planner.rows import SELENE, Row, gpt
 from gridformer.plan.prediction import Prediction
 
-PAPER = "Narayanan et al. 2021 (Megatron-LM), arXiv 2104.04473, as public summaries quote it"
+PAPER = "Narayanan et al. 2021 (Megatron-LM), arXiv 2104.04473, tables 1, 2, figures 12, 13, 18"
 SEQ, VOCAB = 2048, 51200
 GPT3, GPT_530B, GPT_1T = (96, 12288, 96), (105, 20480, 128), (128, 25600, 160)
 GPT_162B = (32, 20480, 128)
