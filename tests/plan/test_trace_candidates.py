@@ -87,6 +87,12 @@ def test_no_kind_loses_by_an_estimate_alone() -> None:
     assert f"{other.kind}: {result.layouts.index(other) + 1}. " in shown.getvalue()
 
 
+def test_rows_alone_are_listed_once_and_not_under_both_schemes() -> None:
+    names = [one.name for one in found_on_8().layouts if one.kind == "rows alone"]
+    shapes = [name.partition(" ")[2] for name in names]
+    assert len({*shapes}) == len(shapes) > 1
+
+
 @pytest.mark.parametrize("peak", [1.0, 50.0])
 def test_a_layout_that_was_asked_for_stands_in_its_place(peak: float) -> None:
     """However slow it is, and whether it fits or not."""

@@ -49,6 +49,13 @@ class PlannedLayout:
         return describe_layout(self.run.layout)
 
     @property
+    def key(self) -> str:
+        """What it is told apart by: its name, but rows alone do the same under both schemes."""
+        scheme = self.run.layout.scheme
+        same = scheme in ("megatron_2d", "optimus") and sharding(self.run.layout) == "rows alone"
+        return self.name.removeprefix(scheme) if same else self.name
+
+    @property
     def kind(self) -> str:
         """The kind of layout with which it takes turns."""
         return layout_kind(self.run.layout)
@@ -83,7 +90,7 @@ class Result:
     """What a search has found.
 
     Attributes:
-        layouts: Layouts whose trace fits, fastest first; of those with equal names the fastest.
+        layouts: Layouts whose trace fits, fastest first; of those with equal keys the fastest.
         refused: Layouts whose trace does not fit.
         passed_over: Layouts that were not traced, because by the traces of others they need more
             than is estimated, and so do not fit.

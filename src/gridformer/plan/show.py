@@ -182,13 +182,13 @@ def unlisted(result: Result) -> list[str]:
     if result.too_large:
         names = ", ".join(result.too_large)
         sentences.append(f"Kinds of which no layout fits by estimate: {names}.")
-    fitting = {one.name for one in result.layouts}
+    fitting = {one.key for one in result.layouts}
     sentences += [
         f"Left out: {one.name} does not fit when it is traced, with "
         f"{one.traced.peak_gib:.1f} of {one.traced.limit_gib:.1f} GiB."
         for one in result.refused
         # What was asked for is listed, and so may be the same layout with more micro-batches.
-        if not (one.asked and result.layouts) and one.name not in fitting
+        if not (one.asked and result.layouts) and one.key not in fitting
     ]
     if result.passed_over:
         some = ", ".join(one.name for one in result.passed_over[:3])

@@ -173,7 +173,7 @@ class Tracing:
         """
         layouts, chosen = self.result.layouts, list[PlannedLayout]()
         kinds = Counter(one.kind for one in layouts)
-        names = {one.name for one in layouts}
+        keys = {one.key for one in layouts}
         refused = [one.run for one in self.result.refused]
         fastest_s = layouts[0].step_s if layouts else 0.0
         listed_s = layouts[self.top - 1].step_s if len(layouts) >= self.top else inf
@@ -189,7 +189,7 @@ class Tracing:
         while len(chosen) < n and kinds.total() < max(MOST, self.top):
             if (one := self.queue.next(kinds, wanted)) is None:
                 break
-            if one.name not in names and one.run not in refused:
+            if one.key not in keys and one.run not in refused:
                 chosen.append(one)
                 kinds[one.kind] += 1
         return chosen
@@ -206,7 +206,7 @@ class Tracing:
         return [done[order.index(i)] for i in range(len(some))]
 
     def _add(self, one: PlannedLayout, prediction: Prediction) -> None:
-        """Adds a traced layout to those that fit, of each name the fastest, or to the others."""
+        """Adds a traced layout to those that fit, of each key the fastest, or to the others."""
         traced = PlannedLayout(one.run, one.estimate, prediction)
         self.traced.append(traced)
         if one.run.train.global_batch != self.search.run.train.global_batch:
@@ -215,10 +215,10 @@ class Tracing:
             self.result.refused.append(traced)
             self.queue.refuse(one, traced.peak_gib / one.estimate.peak_gib)
             return
-        of_name = {other.name: other for other in self.result.layouts}
-        if traced.step_s < of_name.setdefault(traced.name, traced).step_s:
-            of_name[traced.name] = traced
-        self.result.layouts[:] = sorted(of_name.values(), key=lambda one: one.step_s)
+        of_key = {other.key: other for other in self.result.layouts}
+        if traced.step_s < of_key.setdefault(traced.key, traced).step_s:
+            of_key[traced.key] = traced
+        self.result.layouts[:] = sorted(of_key.values(), key=lambda one: one.step_s)
 
     def _trace_advice(self, ends: float) -> None:
         """Traces changes that are advised for the best, until nothing is advised."""
