@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gridformer.data.prepare.writer import PrepareProgress
-    from gridformer.data.tokenfolder import TokenFolder
+    from gridformer.data.tokenfolder import Index, TokenFolder
+
+FEW = 5  # documents for validation, below which more are suggested
 
 
 class Bar:
@@ -85,8 +87,30 @@ def summarize(folder: TokenFolder, out: Path, console: Console) -> None:
         if value:
             table.add_row(name, Text(value))  # Text, because brackets in paths are not markup
     console.print(table)
+    if more := more_for_validation(index):
+        console.print(Text(more), soft_wrap=True)
     # Printed on its own line without wrapping, so that it can be copied.
     console.print(Text(f"next: {next_command(folder, out)}"), soft_wrap=True)
+
+
+def more_for_validation(index: Index) -> str:
+    """Returns a sentence about how to hold out more documents, if few are; otherwise nothing."""
+    from gridformer.data.prepare.split_file import split_of
+
+    unit = 2 if index.kind == "pairs" else 1
+    n_val = index.val.documents // unit
+    n = n_val + index.train.documents // unit
+    if index.kind == "examples" or n_val >= FEW or n > 1000:  # with more, few were asked for
+        return ""
+    for fraction in (0.05, 0.1, 0.2):
+        held = sum(split_of(index.seed, one, fraction) == "val" for one in range(n))
+        if held >= FEW:
+            return (
+                f"Whole documents are held out for validation, here {n_val} of {n} with "
+                f"{index.val.tokens:,} tokens: --val-fraction {fraction} --overwrite holds out "
+                f"{held}."
+            )
+    return ""
 
 
 def next_command(folder: TokenFolder, out: Path) -> str:

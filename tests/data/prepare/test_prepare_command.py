@@ -64,6 +64,21 @@ def test_text_that_is_not_utf8_is_told(
     assert told in table
 
 
+def test_few_documents_for_validation_are_told_with_a_fraction_that_works(
+    corpus: Path, tmp_path: Path
+) -> None:
+    told = run(corpus, "--out", tmp_path / "few", "--vocab-size", "280")
+    few = TokenFolder.open(tmp_path / "few").index.val
+    (line,) = (line for line in told.splitlines() if "--val-fraction" in line)
+    assert f"here {few.documents} of 40 with {few.tokens:,} tokens" in line
+    options = line.partition(": ")[2].partition(" holds out ")
+    again = run(corpus, "--out", tmp_path / "few", "--vocab-size", "280", *options[0].split())
+    assert "--val-fraction" not in again
+    more = TokenFolder.open(tmp_path / "few").index.val.documents
+    assert options[2] == f"{more}."
+    assert more >= 5 > few.documents
+
+
 def test_summary(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "[tokens]"
     output = run(corpus, "--out", out, "--vocab-size", "280", "--val-fraction", "0.2")
