@@ -1,7 +1,7 @@
 """Commands, run files and Python in README and docs are accepted; nothing is run here.
 
-test_readme.py runs README's commands. The how-tos train for minutes, so their commands are only
-parsed.
+test_pages.py runs the commands of blocks. Those in sentences, and those that it does not run, are
+only parsed.
 """
 
 import ast
@@ -13,7 +13,17 @@ import yaml
 
 from gridformer.config import parse_run
 from gridformer.utils.errors import ConfigError
-from tests.support.fenced import PAGES, ROOT, check_arguments, commands, fences, run_files, words_of
+from tests.support.fenced import (
+    NOT_RUN,
+    PAGES,
+    ROOT,
+    check_arguments,
+    commands,
+    fences,
+    run_files,
+    why_not_run,
+    words_of,
+)
 
 # README tells readers to save this run file.
 MINE = next(fence.text for fence in fences(ROOT / "README.md") if fence.language == "yaml")
@@ -46,6 +56,15 @@ def test_commands_are_accepted(page: Path) -> None:
         words = words_of(command)
         if "--emit" in words:  # which writes a run file
             Path(words[words.index("--emit") + 1]).write_text(MINE)
+
+
+def test_every_command_is_run_or_says_why_not() -> None:
+    typed = [(page, one) for page in PAGES for fence in fences(page) for one in fence.typed]
+    for page, command in typed:
+        run = words_of(command)[0] == "gridformer"  # by test_pages.py
+        assert run or why_not_run(page, command), f"{page}: {command}"
+    for start in NOT_RUN:
+        assert any(re.match(start, command) for _, command in typed), f"no command: {start}"
 
 
 BENCHMARK = re.compile(r"python -m (benchmarks[\w.]*)([^`#\n]*)")

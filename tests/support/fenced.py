@@ -23,6 +23,22 @@ _SAVED = re.compile(r"`([\w-]+\.yaml)`:$")
 _INLINE = re.compile(r"(?<!`)`(gridformer [^`]+)`(?!`)")
 COMMAND = re.compile(r"^(\$ )?(gridformer|torchrun|srun) ")
 
+# Commands that no test runs as they are typed, by how they begin, and why. They are parsed.
+NOT_RUN = {
+    r"(git|make|pip|source|python -m pytest) ": "they install, or run these tests",
+    r"gridformer demo": "tests/cli runs it",
+    r"python -m benchmarks": "they measure for minutes, some as root",
+    r"torchrun |srun ": "they need several machines, or Slurm",
+    r"gridformer prove (megatron|optimus)": "it compares many models for minutes",
+    r"gridformer prepare hf:": "it needs a network",
+    r"gridformer evaluate FOLDER": "it needs a network",
+    r"gridformer (import|export) \S*olmoe": "it needs published weights",
+    r"gridformer \S+ .*data/talks": "it needs published weights with a chat template",
+    r"NCCL_|gridformer train best.yaml": "it needs GPUs",
+    r"gridformer \S+ (runs/)?wmt14": "it needs WMT's corpus, and days",
+    r"gridformer prepare .* --vocab-size 37000": "it needs WMT's corpus",
+}
+
 
 @dataclass(frozen=True)
 class Fence:
@@ -36,6 +52,13 @@ class Fence:
     def lines(self) -> list[str]:
         """Return lines as a shell reads them: a backslash at the end continues a line."""
         return self.text.replace("\\\n", " ").splitlines()
+
+    @property
+    def typed(self) -> list[str]:
+        """What readers type: lines of bash, and commands in a block without a language."""
+        lines = (line.split(" #")[0].removeprefix("$ ").strip() for line in self.lines)
+        bash, plain = self.language == "bash", not self.language
+        return [line for line in lines if line and (bash or (plain and COMMAND.match(line)))]
 
 
 def fences(page: Path) -> list[Fence]:
@@ -61,6 +84,13 @@ def commands(page: Path) -> Iterator[str]:
         command = " ".join(found.split())
         if len(command.split()) > 2:
             yield command
+
+
+def why_not_run(page: Path, command: str) -> str:
+    """Return why no test runs a command; nothing for those that tests/docs/test_pages.py runs."""
+    if page.parent.name == "results":
+        return "its pages are of measurements"
+    return next((why for start, why in NOT_RUN.items() if re.match(start, command)), "")
 
 
 def words_of(command: str) -> list[str]:
