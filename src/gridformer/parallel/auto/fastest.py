@@ -157,9 +157,12 @@ class ProductTimes:
         h = product.n_out if product.closes else product.n_in
         wide, casts = max(4, item), 2 * (item == 2)
         cut = 1 if choices.between != "cut" else choices.within
-        # A product whose output stays adds its bias itself, if it is one product.
+        # A product adds its bias itself, if it is one product and its device has the whole bias.
+        joins = choice.stationary == "output" or (
+            choice.stationary == "input" and self.between != "h"
+        )
         apart = not choice.common and choices.rows * choices.cols > 1
-        apart &= choice.stationary != "output" or choice.schedule != "gather" or choice.n_chunks > 1
+        apart &= not joins or choice.schedule != "gather" or choice.n_chunks > 1
         norm, inner = (_RMS_NORM if product.rms else _NORM), (_JOINED if product.parts else _INSIDE)
         summed = self.norm_axis in self.places
         norm = _GRID_NORM if summed else norm

@@ -29,7 +29,6 @@ from gridformer.parallel.tensor.summa.gathered import (
     Gathered,
     Operand,
     add_bias,
-    times,
     weight_operand,
 )
 from gridformer.parallel.tensor.summa.panels import Broadcast
@@ -334,8 +333,8 @@ def _abt(
     schedule.start(None, weight)
     if ahead:
         ahead.prefetch_next(a.dtype)
-    if bias is not None and schedule.sums_nothing:
-        return times(a, weight.whole.wait().t(), bias)  # type: ignore[union-attr]
+    if bias is not None and isinstance(schedule, Gathered) and schedule.sums_bias:
+        return schedule.abt(Operand(a), weight, bias).wait()
     c = schedule.abt(Operand(a), weight).wait()
     if bias is not None:
         add_bias(c, bias)

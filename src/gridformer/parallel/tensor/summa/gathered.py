@@ -368,7 +368,7 @@ class Gathered:
 
     Attributes:
         adds_gradients: Whether `atb` adds to a gradient where it multiplies.
-        sums_nothing: Whether products of `abt` are complete.
+        sums_bias: Whether `abt` adds a bias [N], which all devices of a row have.
         sums_elsewhere: Whether another device has the sums of `abt`.
     """
 
@@ -378,7 +378,8 @@ class Gathered:
         self.row, self.boundary, self.n_chunks = axes.row, boundary, n_chunks
         self._at_once = Gathered(axes, boundary) if whole_backward else None
         self.adds_gradients = axes.row.size == 1
-        self.sums_nothing = boundary.col.size == 1
+        over_h = isinstance(boundary, Sharded) and boundary.dim == -1
+        self.sums_bias = boundary.col.size == 1 or (n_chunks == 1 and not over_h)
         self.sums_elsewhere = isinstance(boundary, OnFirst) and boundary.col.index > 0
 
     @property
@@ -416,11 +417,17 @@ class Gathered:
             add_bias(c, bias)
         return c
 
-    def abt(self, a: Operand, b: Operand) -> Pending:
-        """Computes C = A Bᵀ. a [.., K/c], b [N/r, K/c], result [.., N/c]."""
+    def abt(self, a: Operand, b: Operand, bias: Tensor | None = None) -> Pending:
+        """Computes C = A Bᵀ + bias. a [.., K/c], b [N/r, K/c], result [.., N/c]; see `sums_bias`.
+
+        The first device of the row adds the bias, in the kernel that multiplies its term.
+        """
         if b.whole is None:
             self.start(None, b)
         column = b.whole.wait().t()  # type: ignore[union-attr]
+        if bias is not None:
+            term = times(a.local, column, bias if self.boundary.col.index == 0 else None)
+            return self.boundary.reduce_scatter(term)
         if self.n_chunks == 1:
             return self.boundary.sum_product(a.local, column)
         part = self.boundary.part(torch.Size((*a.local.shape[:-1], column.shape[1])))

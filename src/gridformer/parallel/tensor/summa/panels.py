@@ -94,7 +94,7 @@ class Broadcast:
     """
 
     in_flight = 0
-    adds_gradients = sums_nothing = sums_elsewhere = False
+    adds_gradients = sums_elsewhere = False
 
     def __init__(self, axes: Axes) -> None:
         self.row, self.col = axes.row, axes.col
