@@ -14,6 +14,7 @@ from gridformer import comm
 from gridformer.comm import Pending
 from gridformer.config import LayoutConfig, TrainConfig
 from gridformer.mesh import Axes, Axis
+from gridformer.models.blocks.cast import copy_of
 from gridformer.parallel import build_parallel
 from gridformer.parallel.data import buckets as bucketing
 from gridformer.parallel.data import gradients as reductions
@@ -190,6 +191,48 @@ def test_one_replica_sums_nothing() -> None:
     sums.finish()
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [2.0] * 3
+
+
+# --------------------------------------------------- sums over rows, in half precision
+
+GRID: Layout = {"scheme": "megatron_2d", "rows": 2, "cols": 2}
+IN_BACKWARD = {"update": "in_backward", "clip_by": "layer"}
+WAIT: dict[str, tuple[Layout, dict[str, Any], bool]] = {
+    "one pass": (GRID, {}, True),
+    "two passes": ({**GRID, "micro_batches": 2}, {}, False),
+    "two replicas": (OPTIMUS, {}, False),
+    "updated in backward": (GRID, IN_BACKWARD, False),
+    "cast at each use": (GRID, {"cast": "use"}, False),
+}
+
+
+def casts_of(layout: Layout, train: dict[str, Any]) -> tuple[bool, list[int], bool]:
+    """Return whether a step casts gradients together, how many, and if they are as otherwise."""
+    model, axes, plan = exactness.built(layout, CONFIG, "bfloat16")
+    for copy in filter(None, map(copy_of, model.parameters())):
+        copy.once = train.get("cast") != "use"
+    stepper = Stepper(model, TrainConfig(global_batch=8, dtype="bfloat16", **train), axes, plan)
+    batch = exactness.batches_of(0, CONFIG, 8)
+    found, casts, does = [], [], stepper.kept.casts_together
+    for together in (does, False):
+        stepper.kept.casts_together = together
+        with patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as calls:
+            stepper.repeat(0, lambda rows: {key: value[rows] for key, value in batch.items()})
+        targets = [call.args[0] for call in calls.call_args_list]
+        casts += [len(each) for each in targets if each[0].dtype == torch.float32]
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    got, want = found
+    return does, casts, len(got) == len(want) and all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("case", WAIT)
+def test_sums_over_rows_become_gradients_in_one_kernel(pool: WorkerPool, case: str) -> None:
+    """No product before leaves it the sum of the first one, whose gradient does not wait."""
+    layout, train, waits = WAIT[case]
+    for does, casts, equal in pool.run(4, casts_of, layout, train):
+        assert does == waits
+        assert casts == ([4 * CONFIG.n_layers - 1] if waits else [])
+        assert equal
 
 
 # --------------------------------------------------- parameters that stages share

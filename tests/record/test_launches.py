@@ -5,12 +5,6 @@ from benchmarks.gpu.launches import BEFORE, LAYOUTS, launches
 
 from tests.support.marks import full_unless
 
-# What it comes to where that is not so: messages and products are two thirds of these.
-MORE = {
-    ("gpt2", "megatron 1x4, sequence parallel"): 45,
-    ("gpt2", "megatron 2-D 2x2"): 61,
-    ("gpt2", "megatron 2-D 2x2, rows over s"): 100,
-}
 QUICK = [("gpt2", "optimus 2x2"), ("gpt2", "megatron 2-D 2x2"), ("llama", "optimus 2x2, broadcast")]
 CELLS = [(model, layout) for model in BEFORE for layout in LAYOUTS]
 
@@ -21,7 +15,7 @@ CELLS = [(model, layout) for model in BEFORE for layout in LAYOUTS]
 def test_a_compiled_layer_launches_a_third_less(model: str, layout: str) -> None:
     before = BEFORE[model][[*LAYOUTS].index(layout)]
     kernels, messages = launches(model, layout, compiled=True)
-    assert kernels + messages <= MORE.get((model, layout), before * 2 / 3)
+    assert kernels + messages <= before * 2 / 3
 
 
 def test_launches_of_eager_layers_are_counted() -> None:

@@ -78,7 +78,8 @@ class Stepper:
         # takes time.
         self.parameters = [*model.parameters()]
         self.by_layer = by_layer(model)
-        self.kept = GatheredWeightsScope(model)
+        one_pass = self.micro_batches == 1 and not self.updates.in_backward
+        self.kept = GatheredWeightsScope(model, one_pass and not self.sums.parameters)
         held = self.parameters[0].device if self.parameters else None
         self.device = held or torch.device(axes.device_type)
         # 1 on one of the ranks that hold the same rows: a sum then counts a row once.
@@ -222,7 +223,8 @@ class Stepper:
                 self.updates.begin(0.0)
                 self._begin_balance(batch, work, self.scale.scale)
                 losses = self.passes.train(work, counts, self.scale.scale)
-                reduce_gradients(self.parameters, self.axes, self.sums, self.updates.done)
+        if not self.updates.in_backward:
+            reduce_gradients(self.parameters, self.axes, self.sums, self.updates.done)
         self.executor.stops_before = stops_before
         return batch, losses, int(tokens_and_flags[0])
 

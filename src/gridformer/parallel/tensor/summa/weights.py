@@ -23,6 +23,8 @@ from gridformer.parallel.data.fsdp import gathered
 from gridformer.parallel.tensor.summa.gathered import LABEL, Operand, weight_operand
 from gridformer.utils.torch_private import in_backward
 
+Uncast = list[tuple[Tensor, Tensor]]  # parameters, and the sums of their gradients
+
 
 class DeferredSum:
     """A weight's gradient, whose sum over rows travels while the product before goes backward.
@@ -71,6 +73,10 @@ class DeferredSum:
         self._weight.unread -= 1
         whole = total.wait().t() if self._weight.turned else total.wait()
         del total
+        first, *more = self.parameters
+        if self._weight.uncast is not None and not more and whole.dtype != first.dtype:
+            self._weight.uncast += [(first, whole)] * wanted[0]
+            return [None]
         widths = [parameter.shape[-1] for parameter in self.parameters]
         parts = whole.split(widths, -1) if len(widths) > 1 else (whole,)
         each = zip(self.parameters, parts, wanted)
@@ -101,6 +107,8 @@ class GatheredWeight:
         defers: Whether the sum of the gradient is left to the previous product.
         is_open: Whether `open` was called, and `close` was not.
         unread: How many sums were left to the previous product, which has not waited for them.
+        uncast: Takes parameters with sums that become gradients behind the backward pass; None if
+            they do in it.
     """
 
     def __init__(self, row: Axis, keeps: bool = True, late: bool = False) -> None:
@@ -111,6 +119,7 @@ class GatheredWeight:
         self.ends_block = False
         self.parameters: Callable[[], Sequence[Tensor]] | None = None
         self.turned, self.defers, self.unread = False, True, 0
+        self.uncast: Uncast | None = None
         self._deferred: DeferredSum | None = None
         self.is_open = False
         self._operands: dict[tuple[torch.dtype, bool], Operand] = {}
@@ -160,13 +169,13 @@ class GatheredWeight:
         after._deferred = DeferredSum(after, after.parameters())
         return mine, after._deferred
 
-    def open(self) -> None:
+    def open(self, uncast: Uncast | None = None) -> None:
         """Allows the weight to be kept and prefetched; it must not change until `close`."""
-        self.is_open, self.unread = True, 0
+        self.is_open, self.unread, self.uncast = True, 0, uncast
 
     def close(self) -> None:
         """Frees what is gathered."""
-        self.is_open, self._deferred = False, None
+        self.is_open, self._deferred, self.uncast = False, None, None
         self._operands = {}
 
 
@@ -186,21 +195,30 @@ class GatheredWeightsScope:
     """The parts of a model that a step opens and closes, listed once for many steps.
 
     The model is complete: no product and no copy of a weight is added to it later.
+
+    Args:
+        model: The model.
+        casts_together: Whether sums of gradients in half precision become gradients when it closes,
+            in one kernel, if copies of weights have been kept until then, which take as much
+            memory. This needs a single backward pass, without hooks that wait for the gradients.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, casts_together: bool = False) -> None:
         self.model = model
         # Not getattr, which is slow for what a module does not have.
         weights = [vars(module).get("gathered_weight") for module in model.modules()]
         self.weights = [weight for weight in weights if weight is not None]
-        self.copied = [p for p in model.parameters() if blocks.copy_of(p) is not None]
+        copies = {p: copy for p in model.parameters() if (copy := blocks.copy_of(p)) is not None}
+        self.copied = [*copies]
+        self.casts_together = casts_together and all(copy.once for copy in copies.values())
         self.slots = [slot for p in model.parameters() if (slot := blocks.gradient_slot(p))]
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Opens everything inside the context; see `gathered_weights_scope`."""
+        uncast: Uncast = []
         for weight in self.weights:
-            weight.open()
+            weight.open(uncast if self.casts_together else None)
         for slot in self.slots:
             slot.continued = True
         try:
@@ -212,6 +230,11 @@ class GatheredWeightsScope:
                     "a weight's gradient was lost: the product before it in the order of the "
                     "model's modules has no part in the loss, or runs in another order"
                 )
+            if uncast:
+                parameters, sums = zip(*uncast)
+                for parameter in parameters:
+                    parameter.grad = torch.empty_like(parameter)
+                torch._foreach_copy_([parameter.grad for parameter in parameters], sums)
         finally:
             for weight in self.weights:
                 weight.close()
