@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from gridformer.calibrate import device, messages
 from gridformer.calibrate import operations as calibrated
 from gridformer.calibrate.device import Measurements, cpu_seconds, n_copies, typical_host
+from gridformer.calibrate.machine import cpu_cluster
 from gridformer.calibrate.messages import group_sizes, message_seconds
 from gridformer.calibrate.operations import Run, cpu_cases, gpu_cases, operations, quick_cases
 from gridformer.cli.app import app
@@ -171,6 +172,16 @@ def test_what_several_processes_could_not_measure_is_said_once() -> None:
     measured = Measurements(failures=["one"], backend="gloo")
     measured.extend(Measurements(failures=["one", "two"]))
     assert (measured.failures, measured.backend) == (["one", "two"], "gloo")
+
+
+def test_rates_are_those_of_the_fastest_rows() -> None:
+    """1000^3 is 2 GFLOP, and an operation other than a copy does not count."""
+    sizes = [1000] * 3
+    products = [["float32", 1, n, *sizes, "nn", us] for n, us in ((1, 2e3), (2, 1e3))]
+    memory = [["copy_", "float32", 1, 1e6, 10.0], ["add", "float32", 1, 1e6, 1.0]]
+    found = cpu_cluster(Measurements({"products": products, "memory": memory})).device
+    assert found.peak_tflops["float32"].value == 4
+    assert found.memory_gbps.value == 100
 
 
 def test_groups_of_several_sizes_divide_the_processes() -> None:

@@ -107,12 +107,12 @@ def test_a_damaged_header_is_named(saved: tuple[Path, BlockIndex], damage: bytes
 def test_one_rank_writes_a_block() -> None:
     """One of the replicas, which have about as much to write; or the first stage that has it."""
     shards: Mapping[str, tuple[Tensor, ParamShard]] = {
-        f"t{i}": (torch.zeros(i + 1), ParamShard((i + 1,), (0,))) for i in range(9)
+        f"t{n}": (torch.zeros(n), ParamShard((n,), (0,))) for n in range(9, 0, -1)
     }
     written = [written_here(shards, Axes(dp=Axis("dp", 3, index))) for index in range(3)]
     assert sorted(name for blocks in written for name in blocks) == sorted(shards)
     loads = [sum(one.tensor.numel() for one in blocks.values()) for blocks in written]
-    assert max(loads) - min(loads) <= 9
+    assert max(loads) - min(loads) <= 2  # in turn, it would be 6
     shards = {"tied": (torch.zeros(4), ParamShard((4,), (0,), stages=(1, 3)))}
     stages = [bool(written_here(shards, Axes(pp=Axis("pp", 4, index)))) for index in range(4)]
     assert stages == [False, True, False, False]

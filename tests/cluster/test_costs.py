@@ -86,6 +86,14 @@ def test_times_of_messages_that_were_worked_out_by_hand(
     assert message_s(round_cluster(), work) == pytest.approx(microseconds * 1e-6)
 
 
+@pytest.mark.parametrize(("nodes", "slower"), [(2, 1.0), (3, 1.5), (4, 2.0)])
+def test_each_node_after_the_second_slows_a_message_down(nodes: int, slower: float) -> None:
+    cluster = with_fitted(round_cluster(), {"slowdown_per_node": 0.5})
+    microseconds = 10 + slower * 100 + (nodes - 1) * 5
+    work = MessageWork("broadcast", 1e6, LINE[:nodes])
+    assert message_s(cluster, work) == pytest.approx(microseconds * 1e-6)
+
+
 def test_beyond_the_file_the_outermost_level_goes_on() -> None:
     """On more devices than the file describes a message takes no less time."""
     h100 = load_cluster("dgx-h100")

@@ -1,5 +1,6 @@
 """Configs: overrides, words of messages, mixtures, and the heads and epochs of fine-tuning."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import yaml
 
 from gridformer.config import LayoutConfig, ModelConfig, RunConfig, parse_run, shipped_model
 from gridformer.config.data import whole_weights
+from gridformer.config.model import sizes_of_folder
 from gridformer.data import resolve
 from gridformer.parallel.registry import describe_layout
 from gridformer.utils.errors import ConfigError
@@ -156,6 +158,20 @@ def test_both_stacks_of_t5_read_the_same_tokens() -> None:
     with pytest.raises(ConfigError, match=r"read the same 32 tokens; use data\.source_len=0"):
         parse_run(values)
     assert parse_run(values, ["data.seq_len=16"]).source_len == 16
+
+
+@pytest.mark.parametrize(
+    ("shared", "width"),
+    [({}, 32), ({"shared_expert_intermediate_size": 24}, 56), ({"n_shared_experts": 1}, 48)],
+)
+def test_a_token_passes_its_experts_and_those_of_all(
+    shared: dict[str, int], width: int, tmp_path: Path
+) -> None:
+    """A folder says the width of what all tokens share, or the number of shared experts."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    experts = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "intermediate_size": 40}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **experts, **shared}))
+    assert sizes_of_folder(str(tmp_path))["ffn_size"] == width
 
 
 def test_epochs_and_warm_up_become_steps(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ class CrossedLayer(nn.Module):
 class Crossed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.encoder = nn.Embedding(97, 32), nn.Linear(6, 32)
+        self.words, self.encoder = nn.Embedding(97, 32, padding_idx=0), nn.Linear(6, 32)
         self.layers = nn.ModuleList(CrossedLayer(32, 4) for _ in range(2))
 
     def forward(self, tokens: Tensor, context: Tensor) -> Tensor:
@@ -193,6 +193,7 @@ def crossed() -> Made:
     plan |= {f"layers.*.{name}": "opening" for name in "qkv"}
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(97, (8, 12), generator=draw)
+    tokens[:, 10:] = 0  # padding, whose row of the table gets no gradient
     heads = {"layers.*.own": "heads: heads", "layers.*.cross": "heads: heads"}
     return Crossed(), (tokens, torch.randn(8, 6, 6, generator=draw)), plan | heads
 

@@ -199,6 +199,11 @@ def families() -> Iterator[Case]:
     yield from cases("branches", SUBGRAPHS, SUBGRAPHS[::8], {**exactness.EVERYTHING})
     rounded = [subgraph(2, **KINDS[6]), subgraph(2, 2, **KINDS[0]), subgraph(4, **KINDS[4])]
     yield from cases("branches", rounded, rounded, {"max_seq_len": 12}, dtype="float32")
+    # Each column sums biases of BERT's head for its own tokens, or has masks of all samples.
+    stationary: list[Layout] = [{**SQUARE, "stationary": "weight"}]
+    stationary.append({**stationary[0], "sequence_parallel": True})
+    masks = {"family": "bert", "dropout": 0.1, "attention_dropout": 0.1, "max_seq_len": 12}
+    yield from cases("stationary", stationary, stationary, masks)
     labels = [subgraph(2, 2, common=common) for common in ("all", "first")]
     yield from cases("labels", labels, labels, {**exactness.EVERYTHING, "n_labels": 3})
 

@@ -122,6 +122,9 @@ def test_long_conversations_are_truncated_or_left_out(talks: TokenFolder) -> Non
         sample = samples.sample(number, DRAW)
         assert (sample["targets"] != IGNORE).any(), "each sample has something to learn"
         assert len(sample["tokens"]) == len(sample["targets"]) == length
+    longest = int(np.diff(split.offsets).max()) - 2  # its last token is only predicted
+    assert ChatSamples(split, longest, special).n_truncated == 0
+    assert ChatSamples(split, longest - 1, special).n_truncated > 0
     least = int(first.min())
     with pytest.raises(DataError, match=f"no answer of its .* use data.seq_len={least} or more"):
         ChatSamples(split, least - 1, special)
