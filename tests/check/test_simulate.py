@@ -1,13 +1,14 @@
 """The replay accepts every program that is right by construction, and finds every fault in it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gridformer.check import simulate
+from gridformer.check.problems import message_problems
 from gridformer.check.simulate import Outcome
 from gridformer.record import Part, Place, Start, Wait
 
@@ -207,3 +208,23 @@ def test_one_queue_for_a_group() -> None:
 
 def fits_two(outcome: Outcome) -> bool:
     return not outcome.stops and outcome.ended == {0, 1}
+
+
+def test_a_circle_is_told_without_who_waits_for_it() -> None:
+    """Ranks 1 and 2 receive before they send to each other, and rank 0 waits for rank 1."""
+
+    def call(
+        number: int, group: str, what: Literal["send", "recv"], peer: int
+    ) -> list[Start | Wait]:
+        parts = (Part(what, peer, 1, "float32"),)
+        return [Start(number, "p2p", group, GROUPS[group], HERE, parts=parts), Wait(number, HERE)]
+
+    outcome = simulate(
+        {
+            0: call(0, "a", "recv", 1),
+            1: [*call(0, "c", "recv", 2), *call(1, "c", "send", 2), *call(2, "a", "send", 0)],
+            2: [*call(0, "c", "recv", 1), *call(1, "c", "send", 1)],
+        }
+    )
+    (problem,) = message_problems(outcome)
+    assert (problem.kind, problem.ranks) == ("deadlock", (1, 2))

@@ -66,6 +66,12 @@ def test_a_load_opens_the_files_that_it_needs(
     assert names == ["1.safetensors", "5.safetensors"]
 
 
+def test_tensors_begin_at_multiples_of_eight_bytes(saved: tuple[Path, BlockIndex]) -> None:
+    """Readers map files, and read numbers of eight bytes where they lie."""
+    for path in saved[0].glob("*.safetensors"):
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+
+
 def test_an_index_names_tensors_once(saved: tuple[Path, BlockIndex]) -> None:
     index = saved[1]
     assert index.names == [["a", "b"]]

@@ -5,7 +5,7 @@ from benchmarks.planner.fitting import with_fitted
 
 from gridformer.cluster.costs import LINK_EFFICIENCY, KernelWork, kernel_s
 from gridformer.cluster.file import Cluster, load_cluster
-from gridformer.cluster.messages import MessageWork, message_cpu_s, message_s
+from gridformer.cluster.messages import MessageWork, like_messages, message_cpu_s, message_s
 from gridformer.cluster.tables import AttentionRow, MemoryRow, MessageRow, ProductRow, Tables
 from tests.support.round_cluster import round_cluster
 
@@ -92,6 +92,13 @@ def test_each_node_after_the_second_slows_a_message_down(nodes: int, slower: flo
     microseconds = 10 + slower * 100 + (nodes - 1) * 5
     work = MessageWork("broadcast", 1e6, LINE[:nodes])
     assert message_s(cluster, work) == pytest.approx(microseconds * 1e-6)
+
+
+def test_groups_within_a_node_do_not_share_its_links() -> None:
+    groups = (0, 1), (2, 5), (6, 7)
+    assert [like_messages(round_cluster(), one, groups) for one in groups] == [1, 1, 1]
+    groups = (0, 1), (2, 5), (3, 4)
+    assert [like_messages(round_cluster(), one, groups) for one in groups] == [1, 2, 2]
 
 
 def test_beyond_the_file_the_outermost_level_goes_on() -> None:

@@ -64,6 +64,7 @@ CASES: dict[str, tuple[Layout, Settings, Settings]] = {
         {**ONE_OF_NINE, "n_experts": 2},
         {},
     ),
+    "* parts of experts": ({"dp": 4, "dp_mode": "zero1"}, {**ONE_OF_NINE, "n_experts": 2}, {}),
     "groups, replicate": (GROUPS, SOFTMAX, {}),
     "groups, zero1": ({**GROUPS, "dp_mode": "zero1"}, SOFTMAX, {}),
     "* groups, fsdp": ({**GROUPS, "dp_mode": "fsdp"}, SIGMOID, {}),

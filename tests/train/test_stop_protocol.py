@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from gridformer.data import TokenFolder, resolve
 from gridformer.mesh.process_group import World
 from gridformer.parallel.auto.decisions import decide_run
 from gridformer.train import stop_protocol
+from gridformer.train.evaluation import Evaluator, ValidationSet
 from gridformer.train.heartbeat import health_of
 from gridformer.train.metrics import lacks_evaluation, read_metrics
 from gridformer.train.plan import Plan
@@ -160,6 +162,26 @@ def test_time_is_left_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
             one.ended()
         assert least <= now[0] <= most
         assert stop.cause == MAX_HOURS
+
+
+def test_points_of_an_evaluation_are_counted_over_all_sets() -> None:
+    """So a run can stop within each of them."""
+    passed: list[int] = []
+    stopping: Any = SimpleNamespace(
+        begins=lambda kind, n: passed.append(n), stops_before=passed.append, ended=lambda: None
+    )
+
+    def evaluate(reads: list[Any], answers: None) -> Any:
+        for read in reads:
+            read(rows)
+        return SimpleNamespace(loss=1.0, losses={})
+
+    rows = slice(0, 1)
+    stepper: Any = SimpleNamespace(split=SimpleNamespace(all_rows=rows), evaluate=evaluate)
+    batches: Any = SimpleNamespace(batch=lambda number, rows: {})
+    sets = [ValidationSet(name, batches, range(2), None, "val") for name in ("a", "b")]
+    Evaluator(stepper, sets, torch.device("cpu"))(1, stopping)
+    assert passed == [4, 1, 2, 3]
 
 
 def test_exit_codes() -> None:
