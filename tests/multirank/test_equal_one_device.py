@@ -517,7 +517,7 @@ ROWS: dict[str, tuple[Layout, Settings, Settings, bool]] = {
     "panels": (over_sequence("optimus", 3, 2, schedule="pipelined"),
         {**MODELS["t5"], "dropout": 0.1, "attention_dropout": 0.1},
         {"recompute": "full", "loss_chunk_tokens": 24}, False),
-    "heads over rows": (over_sequence("optimus", 4, 1), {"dropout": 0.1, "attention_dropout": 0.1},
+    "heads over rows": (over_sequence("optimus", 3, 2), {"dropout": 0.1, "attention_dropout": 0.1},
         {"recompute": "full"}, True),
     "heads over rows, source": (over_sequence("megatron_2d", 3, 2),
         {**MODELS["transformer"], "attention_dropout": 0.1}, SELECTIVE, False),
