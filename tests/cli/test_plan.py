@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from gridformer.cli.plan import _run as planned_run
+from gridformer.cluster.file import load_cluster
 from gridformer.config import load_run
 from gridformer.train.metrics import read_metrics
+from gridformer.utils.errors import UserError
 from tests.support.commands import gridformer_here, write_run
 from tests.support.marks import extra, full_unless
 
@@ -66,6 +69,21 @@ def test_a_run_file_is_written_for_a_reader_that_has_gone(
         planning.stdout.close()  # like `| head` after its last line
         planning.wait(240)
     assert load_run(emitted).layout.n_processes == 2
+
+
+def test_the_batch_and_the_devices_of_a_plan() -> None:
+    """A model gets half a million tokens a step, unless a setting or --batch says otherwise."""
+    cluster = load_cluster("dgx-h100")
+
+    def batch(*overrides: str, devices: int = 8, asked: int = 0) -> int:
+        run = planned_run("gpt2-124m", [*overrides], cluster, devices, asked, [])
+        return run.train.global_batch
+
+    assert batch() == 512
+    assert batch("train.global_batch=16") == 16
+    assert batch("train.global_batch=16", asked=32) == 32
+    with pytest.raises(UserError, match=f"has at most {cluster.size} devices"):
+        batch(devices=cluster.size + 1)
 
 
 def test_a_report_is_written_where_nothing_fits(token_folder: Path, tmp_path: Path) -> None:

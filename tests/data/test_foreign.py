@@ -95,7 +95,9 @@ def test_what_is_held_out(tmp_path: Path, tokenizer: Path) -> None:
     every = open_tokens(prefix, tokenizer, 1.0)
     assert (every.train.n_documents, every.val.n_tokens) == (0, total)
     assert read(every) == read(none) == flat(SMALL)
-    one = open_tokens(write_megatron(tmp_path / "one", [[list(range(100))]]), tokenizer, 0.1)
+    alone = write_megatron(tmp_path / "one", [[list(range(100))]])
+    assert open_tokens(alone, tokenizer, 0.001).val.n_tokens == 1
+    one = open_tokens(alone, tokenizer, 0.1)
     assert (one.train.n_tokens, one.val.n_tokens) == (90, 10)
     assert one.val.document(0).tolist() == list(range(90, 100))
     for folder in (none, every, one):

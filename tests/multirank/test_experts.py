@@ -65,6 +65,7 @@ CASES: dict[str, tuple[Layout, Settings, Settings]] = {
         {},
     ),
     "* parts of experts": ({"dp": 4, "dp_mode": "zero1"}, {**ONE_OF_NINE, "n_experts": 2}, {}),
+    "* tokens that do not divide": (COLUMNS, {**SOFTMAX, "max_seq_len": 13}, {"global_batch": 3}),
     "groups, replicate": (GROUPS, SOFTMAX, {}),
     "groups, zero1": ({**GROUPS, "dp_mode": "zero1"}, SOFTMAX, {}),
     "* groups, fsdp": ({**GROUPS, "dp_mode": "fsdp"}, SIGMOID, {}),

@@ -124,16 +124,17 @@ def test_a_rank_that_does_not_answer_keeps_nobody_waiting(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("left_s", "after"),
-    [(600.0, 0), (30.0, 3)],  # the step takes 100 s, of which 50 s are over at point 3
+    ("left_s", "save_s", "after"),
+    # The step takes 100 s, of which 50 s are over at point 3.
+    [(600.0, 0.0, 0), (30.0, 0.0, 3), (100.0, 60.0, 3)],
 )
-def test_a_step_is_finished_if_it_fits(
-    left_s: float, after: int, monkeypatch: pytest.MonkeyPatch
+def test_a_step_is_finished_if_it_fits_and_the_save_after_it(
+    left_s: float, save_s: float, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(stop_protocol.time, "monotonic", lambda: now[0])
     stop: Any = Stop(left_s)
-    one = StopProtocol(stop, 0, 1, None)
+    one = StopProtocol(stop, 0, 1, None, save_s=save_s)
     for step in range(2):
         assert not one.begins("step", POINTS)
         for number in range(1, POINTS):
