@@ -141,8 +141,34 @@ scheme=optimus stationary=weight schedule=gather
 scheme=optimus stationary=weight cols=2 train.global_batch=3
     train.global_batch=3 does not divide over layout.cols (2): use train.global_batch=2 or 4, or
     layout.sequence_parallel=true
+dp=2 experts_over=[dp]
+    layout.experts_over=[dp]: the model has no experts: use layout.experts_over=[]
+scheme=optimus rows=8 train.optimizer=muon train.muon_by_head=true
+    train.muon_by_head=true: layout.rows=8 may divide one of model.n_heads=12 heads: use
+    train.muon_by_head=false
 nodes_per_rack=2
     layout.nodes_per_rack=2 needs layout.devices_per_node, which is 0: use layout.nodes_per_rack=0
+"""
+
+
+MIXTURE = {"model.family": "llama", "model.n_experts": 4, "model.experts_per_token": 1}
+# The same about layouts of a mixture of experts.
+WRONG_WITH_EXPERTS = """
+scheme=megatron cols=2 experts_over=[rows]
+    layout.experts_over=[rows]: scheme=megatron has no rows: use
+dp=4 experts_over=[dp] experts_dp=3
+    layout.experts_dp=3 does not divide layout.dp=4 into equal groups: use
+dp=4 experts_dp=2
+    layout.experts_dp=2 needs dp in layout.experts_over: use layout.experts_dp=0
+dp=4 dp_mode=fsdp shard_over=2 experts_over=[dp]
+    layout.shard_over=2 and dp in layout.experts_over both divide the replicas into groups: use
+    layout.shard_over=0, or layout.experts_over=[]
+scheme=megatron cols=4 model.expert_size=66
+    model.expert_size=66 does not divide over layout.cols=4: use layout.experts_over=[cols], or
+    model.expert_size=
+scheme=subgraph branches=2 dp=2 feed_forward=common experts_over=[dp]
+    layout.experts_over=dp needs layout.feed_forward=branched, or branches as well: use
+    layout.feed_forward=branched, or layout.experts_over=[]
 """
 
 
@@ -153,7 +179,10 @@ def table(text: str) -> Iterator[tuple[dict[str, Any], str]]:
         yield changes, " ".join(said.split())
 
 
-@pytest.mark.parametrize(("changes", "text"), [*table(WRONG)], ids=str)
+OF_EXPERTS = [(changes | MIXTURE, text) for changes, text in table(WRONG_WITH_EXPERTS)]
+
+
+@pytest.mark.parametrize(("changes", "text"), [*table(WRONG), *OF_EXPERTS], ids=str)
 def test_one_rule_broken(changes: dict[str, Any], text: str) -> None:
     run = run_of(**changes)
     (only,) = problems(run)

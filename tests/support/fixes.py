@@ -29,7 +29,7 @@ def changed(run: RunConfig, changes: Changes) -> RunConfig:
     for key, value in changes.items():
         section, name = key.split(".")
         assert name in raw[section], key
-        raw[section][name] = value if isinstance(value, bool) else str(value)
+        raw[section][name] = value if isinstance(value, bool | tuple) else str(value)
     return RunConfig.model_validate(raw)
 
 

@@ -233,10 +233,10 @@ def _expert_axes(run: RunConfig) -> Iterator[Violation]:
     """Experts lie over axes that there are."""
     layout, spec = run.layout, spec_of(run.layout)
     over, n = layout.experts_over, layout.experts_dp
-    none = _one("layout.experts_over", [[]])
+    none = _one("layout.experts_over", [()])
     if strange := [key for key in over if key not in (*spec.axes, "dp")]:
         text = f"layout.experts_over={format_value(over)}: scheme={spec.name} has no {strange[0]}"
-        yield Violation("experts axes", text, [_one("layout.experts_over", [[*spec.axes, "dp"]])])
+        yield Violation("experts axes", text, [_one("layout.experts_over", [(*spec.axes, "dp")])])
     if n and ("dp" not in over or layout.dp % n):
         text = f"layout.experts_dp={n} does not divide layout.dp={layout.dp} into equal groups"
         if "dp" not in over:
@@ -255,7 +255,7 @@ def _expert_axes(run: RunConfig) -> Iterator[Violation]:
 def _experts(run: RunConfig) -> Iterator[Violation]:
     """Axes over which no experts lie shard their inner width."""
     layout, model, spec = run.layout, run.model, spec_of(run.layout)
-    over, none = layout.experts_over, _one("layout.experts_over", [[]])
+    over, none = layout.experts_over, _one("layout.experts_over", [()])
     if over and not model.n_experts and model.family != "network":
         text = f"layout.experts_over={format_value(over)}: the model has no experts"
         yield Violation("no experts", text, [none])
@@ -278,7 +278,7 @@ def _experts(run: RunConfig) -> Iterator[Violation]:
             f"{getattr(layout, key)}"
         )
         fixes = [
-            _one("layout.experts_over", [[*over, key]]),
+            _one("layout.experts_over", [(*over, key)]),
             _one("model.expert_size", _multiples_near(model.expert_size, getattr(layout, key)), 2),
         ]
         yield Violation("expert_size", text, fixes)
