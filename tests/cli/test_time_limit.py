@@ -30,7 +30,7 @@ def starts_another():
     busy()
 
 def waits_for_a_busy_one():
-    child = multiprocessing.get_context("fork").Process(target=busy)
+    child = multiprocessing.get_context("fork").Process(target=busy, args=(1.5,))
     child.start()
     child.join()
 

@@ -4,6 +4,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from gridformer.config import parse_run
-from gridformer.launch.job_scripts import ClusterJob, make_job, sbatch_script, torchrun_lines
+from gridformer.launch.job_scripts import (
+    ClusterJob,
+    Tasks,
+    make_job,
+    sbatch_script,
+    torchrun_lines,
+)
 from gridformer.launch.kubernetes import PodSettings, manifest
 from gridformer.utils.errors import ConfigError
 from tests.support.commands import gridformer_here
@@ -127,6 +134,9 @@ def test_the_run_decides_signals_hours_and_whether_a_node_is_shared() -> None:
     script = sbatch_script(job((), per_node=8))
     assert "exclusive" not in directives(script)
     assert directives(script)["gpus-per-node"] == "4"
+    tasks: tuple[Tasks, ...] = "device", "node"
+    cores = [directives(sbatch_script(replace(job(), cores=6), one)) for one in tasks]
+    assert [one["cpus-per-task"] for one in cores] == ["6", "48"]
     on_cpu = sbatch_script(job(("train.device=cpu",)))
     assert "gpu" not in on_cpu
 

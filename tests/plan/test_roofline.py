@@ -131,6 +131,15 @@ def test_sums_in_each_micro_batch_take_their_time() -> None:
     assert once < 0.8 * each
 
 
+def test_stages_wait_for_messages_in_each_round_of_micro_batches() -> None:
+    """A rank that has one stage runs no more passes ahead than there are stages after it."""
+    one, four = (
+        estimate(run_of(LLAMA, {**PIPELINE, "micro_batches": m}, global_batch=m), cluster())
+        for m in (4, 16)
+    )
+    assert 0 < four.load.exposed["pp"] == pytest.approx(4 * one.load.exposed["pp"])
+
+
 def test_a_chunked_head_by_panels_takes_longer() -> None:
     """The panels of its table travel again for each chunk of the loss."""
     grid = {"scheme": "optimus", "rows": 2, "cols": 4, "schedule": "broadcast"}

@@ -85,12 +85,14 @@ def test_losses_and_loads_are_means_of_the_last_steps(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         for step in range(4, 34):
             line = {"step": step, "loss": 9.0 if step < 14 else 4.0, "experts_idle": 0.0}
+            line["val_loss"] = 5.0 if step == 20 else 6.0
             file.write(json.dumps(line | {"experts_fullest": 8.0 if step < 14 else 2.0}) + "\n")
     start = '{"event": "start", "step": 0}\n'
     for n_starts in (1, 2):
         (folder / "events.jsonl").write_text(start * n_starts)
         rows = {name: values[0] for name, values in summary(read_runs([folder]))}
         assert rows["training loss"] == "4 (mean of the last 20 steps)"
+        assert rows["lowest validation loss"] == "5 at step 20"
         assert rows["fullest expert"] == "2 times the mean load (last 20 steps)"
         assert rows.get("starts") == (None if n_starts == 1 else "2")
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridformer.checkpoint.convert.kinds import KINDS
-from gridformer.checkpoint.convert.table import ConfigKeys
+from gridformer.checkpoint.convert.table import ConfigKeys, label_keys
 from gridformer.config import ModelConfig
 from gridformer.config.model import RopeScaling
 from tests.support.reference.shared import transformers
@@ -184,6 +184,10 @@ def test_what_cannot_be_represented_is_named(name: str, changes: dict[str, Any],
     KINDS[name].read_config(keys, frozenset({"score.weight"}))
     (problem,) = keys.problems
     assert want in problem
+
+
+def test_labels_without_a_name_have_that_of_their_number() -> None:
+    assert label_keys(3, ["a"])["id2label"] == {"0": "a", "1": "LABEL_1", "2": "LABEL_2"}
 
 
 def test_a_model_that_no_kind_has_says_why() -> None:
