@@ -30,6 +30,7 @@ NOT_RUN = {
     r"python -m benchmarks": "they measure for minutes, some as root",
     r"torchrun |srun ": "they need several machines, or Slurm",
     r"gridformer prove (megatron|optimus)": "it compares many models for minutes",
+    r"gridformer train demo train.compile=true": "it compiles, which other tests do with less",
     r"gridformer prepare hf:": "it needs a network",
     r"gridformer evaluate FOLDER": "it needs a network",
     r"gridformer (import|export) \S*olmoe": "it needs published weights",
