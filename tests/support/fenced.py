@@ -35,7 +35,7 @@ NOT_RUN = {
     r"gridformer evaluate FOLDER": "it needs a network",
     r"gridformer (import|export) \S*olmoe": "it needs published weights",
     r"gridformer \S+ .*data/talks": "it needs published weights with a chat template",
-    r"NCCL_|gridformer train best.yaml": "it needs GPUs",
+    r"NCCL_|gridformer (train best|plan \S+ --cluster local).yaml": "it needs GPUs",
     r"gridformer \S+ (runs/)?wmt14": "it needs WMT's corpus, and days",
     r"gridformer prepare .* --vocab-size 37000": "it needs WMT's corpus",
 }
