@@ -119,13 +119,20 @@ class Life:
         if self.now and ((settings and settings != self._settings) or layout != self.layout):
             if self._waiting:  # what this start is to tell or clear up
                 self._resumed()
-            os.kill(self.now.pid, signal.SIGTERM)
-            self._ended(self.now.end(), (75,), self.problems)
+            self._stop()
         if not self.now:
             self._settings = settings
             self.moved = self.moved or (layout != self.layout and self._step > 0)
             self.layout = layout
             self.now = self._start()
+
+    def _stop(self) -> None:
+        """Stops the run by SIGTERM, which one that has done all steps may not notice any more."""
+        now = self._running()
+        os.kill(now.pid, signal.SIGTERM)
+        code = now.end()
+        ending = (0, -signal.SIGTERM) if self.folder.done() >= STEPS else ()
+        self._ended(code, (75, *ending), self.problems)
 
     def _resumed(self) -> int:
         """Waits until the run trains; checks from where, and what that start had to clear up."""
@@ -278,8 +285,7 @@ class Life:
             self._resumed()
             now = self._running()
             now.wait_until(lambda: len(self._intact()) >= 2)
-            os.kill(now.pid, signal.SIGTERM)
-            self._ended(now.end(), (75,), self.problems)
+            self._stop()
         met.layout = self.layout
         before, newest = self._intact()[-2:]
         met.step = number_of(newest)
@@ -321,7 +327,8 @@ class Life:
         said = now.said()
         met.code, met.step = now.code, max(met.step, done)
         met.lost = max(0, done - self._newest())
-        if met.lost > met.fault.kind.lost:
+        # Without space for a checkpoint a run goes on while metrics have some, and says so.
+        if met.lost > met.fault.kind.lost and "no checkpoint was saved" not in said:
             met.problems.append(f"{met.lost} steps are lost")
         if "Traceback (most recent call last)" in said and not met.fault.kind.traceback:
             met.problems.append("a traceback")
