@@ -82,7 +82,7 @@ def test_the_batch_and_the_devices_of_a_plan() -> None:
     assert batch() == 512
     assert batch("train.global_batch=16") == 16
     assert batch("train.global_batch=16", asked=32) == 32
-    with pytest.raises(UserError, match=f"has at most {cluster.size} devices"):
+    with pytest.raises(UserError, match=f"has at most {cluster.size:,} devices"):
         batch(devices=cluster.size + 1)
 
 

@@ -24,7 +24,7 @@ from tests.support.multirank.pool import WorkerPool
 # Seconds after which a leg of a case counts as hung. It usually takes one, but with 16 processes on
 # a shared machine a minute has been seen.
 LONGEST = 240.0
-FIRST = 36  # the cases of the seeds from here on show something of everything, see below
+FIRST = 54  # the cases of the seeds from here on show something of everything, see below
 of_two_legs = pytest.mark.timeout(3 * LONGEST)
 
 

@@ -50,10 +50,11 @@ class PlannedLayout:
 
     @property
     def key(self) -> str:
-        """What it is told apart by: its name, but rows alone do the same under both schemes."""
-        scheme = self.run.layout.scheme
-        same = scheme in ("megatron_2d", "optimus") and sharding(self.run.layout) == "rows alone"
-        return self.name.removeprefix(scheme) if same else self.name
+        """What it is told apart by: its name, but rows alone do the same under our two schemes."""
+        layout = self.run.layout
+        ours = type(spec_of(layout)).__module__.startswith("gridformer.")
+        same = ours and sharding(layout) == "rows alone"
+        return self.name.removeprefix(layout.scheme) if same else self.name
 
     @property
     def kind(self) -> str:

@@ -33,6 +33,11 @@ def base_of(x: Tensor) -> Tensor:
     return x if x._base is None else x._base
 
 
+def has_hooks(x: Tensor) -> bool:
+    """Returns whether functions were registered that are called with the gradient of x."""
+    return bool(x._backward_hooks)
+
+
 def is_same_view(a: Tensor, b: Tensor) -> bool:
     """Returns whether two tensors are the same view of the same memory, which fake ones have not.
 

@@ -268,7 +268,7 @@ def test_a_product_adds_to_the_gradients_of_earlier_micro_batches(
         assert four["mm"] + four["add_product"] == 4 * one["mm"]
     else:
         casts, adds = (four[op] - one[op] for op in ("_to_copy", "add_"))
-        assert casts < 3 * one["_to_copy"], "weights are cast where they are added"
+        assert casts <= 3 * one["_to_copy"], "weights are cast where they are added"
         assert adds >= 3 * weights
 
 

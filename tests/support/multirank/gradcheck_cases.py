@@ -235,22 +235,22 @@ def section_opens(between: str, keep_input: bool, axes: Axes) -> Case:
 def section_closes(between: str, axes: Axes) -> Case:
     """C = A Bᵀ + bias: A and the columns of B are sharded, C is whole or sharded over s or b.
 
-    The bias is one variable that all devices hold, or one on each device, which sees its part of C.
+    All devices hold the bias; where each has a part of C, their gradients of it are summed.
     """
     cols, whole = axes.col.size, between.startswith("replicated")
 
     def on_grid(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
         mine = cut(a, (None, None, COL), axes), cut(w, (None, COL), axes)
-        my_bias = cut(bias, (None if whole else COL, None), axes)[0]
+        held = bias if whole else bias.expand(cols, -1)
+        my_bias = cut(held, (None if whole else COL, None), axes)[0]
         c = summa.product_abt(*mine, _one_row(between, axes), my_bias)
         return join(c, BETWEEN[between], axes)
 
     def plain(a: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-        each = bias if whole else bias.repeat_interleave(a.shape[1] // cols, 0)  # of each token
-        return a @ w.t() + (bias.unsqueeze(1) if between.startswith("samples") else each)
+        return a @ w.t() + bias
 
     shapes: list[tuple[int, ...]] = [(*_tokens(between, cols), 2 * cols), (3, 2 * cols)]
-    return Case([*shapes, (1 if whole else cols, 3)], on_grid, plain)
+    return Case([*shapes, (1, 3)], on_grid, plain)
 
 
 def section_lookup(between: str, axes: Axes) -> Case:

@@ -21,7 +21,7 @@ from gridformer.models.blocks.gradient_sum import added_gradient
 from gridformer.models.blocks.late_gradient import SPLIT
 from gridformer.parallel.data.fsdp import gathered
 from gridformer.parallel.tensor.summa.gathered import LABEL, Operand, weight_operand
-from gridformer.utils.torch_private import in_backward
+from gridformer.utils.torch_private import has_hooks, in_backward
 
 Uncast = list[tuple[Tensor, Tensor]]  # parameters, and the sums of their gradients
 
@@ -74,8 +74,9 @@ class DeferredSum:
         whole = total.wait().t() if self._weight.turned else total.wait()
         del total
         first, *more = self.parameters
-        if self._weight.uncast is not None and not more and whole.dtype != first.dtype:
-            self._weight.uncast += [(first, whole)] * wanted[0]
+        uncast = None if more or has_hooks(first) else self._weight.uncast
+        if uncast is not None and whole.dtype != first.dtype:
+            uncast += [(first, whole)] * wanted[0]
             return [None]
         widths = [parameter.shape[-1] for parameter in self.parameters]
         parts = whole.split(widths, -1) if len(widths) > 1 else (whole,)
