@@ -38,6 +38,23 @@ def test_version_and_a_mistake_which_is_a_message_and_exit_code_2(tmp_path: Path
     assert "Traceback" not in found.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "told"),
+    [
+        ("train", "--steps", "train.steps=VALUE"),
+        ("train", "--train.steps", "train.steps=VALUE"),
+        ("predict", "--tensor-parallel-size", "layout.cols=VALUE"),
+        ("memory", "--fsdp", "layout.dp_mode=fsdp"),
+        ("train", "--outt", "--out"),
+        ("doctor", "--steps", "--help"),
+    ],
+)
+def test_an_option_that_is_a_key(command: str, option: str, told: str) -> None:
+    found = CliRunner().invoke(cli.app, [command, "demo", option, "3"], terminal_width=200)
+    assert found.exit_code == 2
+    assert f"No such option: {option} (Possible options: {told})" in found.output
+
+
 def test_problems_are_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

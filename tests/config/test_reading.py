@@ -118,6 +118,7 @@ def test_a_model_of_unknown_vocabulary_cannot_be_built() -> None:
         ("dmeo", r"dmeo: no such run file: did you mean 'demo'\?"),
         ("mien.yaml", r"mien\.yaml: no such run file: did you mean 'mine\.yaml'\?"),
         ("sub/ohter.yml", r"sub/ohter\.yml: no such run file: did you mean 'sub/other\.yml'\?"),
+        ("lama-3.1-8b", r"did you mean 'llama-3.1-8b'\? It is a shipped model: .*`llama model="),
         ("model=gpt2-124m", "one comes before what changes it, such as `demo model=gpt2-124m`"),
     ],
 )

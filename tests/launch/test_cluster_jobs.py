@@ -13,6 +13,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from gridformer.config import parse_run
+from gridformer.launch import job_scripts
 from gridformer.launch.job_scripts import (
     ClusterJob,
     Tasks,
@@ -185,6 +186,13 @@ def test_torchrun_lines(rendezvous: Any, master: str, tmp_path: Path) -> None:
             assert options.rdzv_endpoint == "node01:29500"
         else:
             assert (options.master_addr, options.node_rank) == ("node01", number)
+
+
+def test_torchrun_of_torch_2_11_has_no_time_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_scripts, "version", lambda package: "2.11.0+cu130")
+    text = torchrun_lines(job(()))
+    assert "--shutdown-timeout" not in text
+    assert "# This torchrun kills what still saves 30 s after a signal" in text
 
 
 def test_numbers_of_machines_of_torchrun() -> None:

@@ -88,7 +88,9 @@ def test_a_run_whose_last_checkpoint_is_not_copied_does_not_end_well(
     assert (out / "loss.png").exists(), "nothing else is missing"
     broken.clear()
     train(run_file, out)
-    assert "has done 4 of 4 steps" in capfd.readouterr().out
+    assert "has done 4 of 4 steps: increase" in capfd.readouterr().out
+    train(run_file, out, "train.steps=3")
+    assert "has done 4 steps, more than train.steps=3: increase" in capfd.readouterr().out
     assert far(tmp_path) == [2, 4]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from gridformer import __version__
@@ -34,11 +35,34 @@ from gridformer.utils.process import let_threads_sleep, use_expandable_segments
 _VALUES: dict[object, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: " "}
 
 
+class _Command(TyperCommand):
+    """A command that suggests KEY=VALUE for `--key`, as other programs have it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # click's, of which typer has a copy of its own
+            if hasattr(error, "possibilities") and any(p.name == "overrides" for p in self.params):
+                from gridformer.config.reading import key_of
+
+                word = error.option_name.lstrip("-")  # type: ignore[attr-defined]
+                if key := key_of(word):
+                    error.possibilities = [key if "=" in key else f"{key}=VALUE"]
+            raise
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.metavar = _VALUES[bool]  # type: ignore[attr-defined]
+        return option
+
+
 def add(function: Callable[..., None], group: str) -> None:
     """Adds a command to a group. Its help and that of its options are in its docstring.
 
-    An entry of `Args:` describes an option `--name` unless the annotation says otherwise.
-    Paragraphs become one line each, which a terminal of any width breaks.
+    An entry of `Args:` describes an option `--name` unless the annotation says otherwise, and says
+    itself what a default of 0 stands for. Paragraphs become one line each, which a terminal of any
+    width breaks.
     """
     prose, _, entries = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
     text = "\n\n".join(map(_one_line, prose.split("\n\n")))
@@ -49,6 +73,8 @@ def add(function: Callable[..., None], group: str) -> None:
         if get_origin(kind) is Annotated:
             kind, info = get_args(kind)
         info.help = _one_line(said)
+        if inspect.signature(described).parameters[name].default == 0:
+            info.show_default = False
         if isinstance(info, OptionInfo) and info.default is ...:
             info.param_decls = (f"--{name.strip('_').replace('_', '-')}",)
         hints[name] = Annotated[kind, info]
@@ -58,7 +84,7 @@ def add(function: Callable[..., None], group: str) -> None:
                 info.metavar = _VALUES.get(_innermost(hint))
     described.__annotations__ = hints
     name = function.__name__.rstrip("_")
-    app.command(name, help=text, rich_help_panel=group)(check_arguments(function))
+    app.command(name, cls=_Command, help=text, rich_help_panel=group)(check_arguments(function))
 
 
 def _innermost(kind: Any) -> Any:

@@ -82,14 +82,15 @@ def launch(
         print_: Print the script, which is the default.
         out: Write the script to this file instead.
         run_dir: The run directory. The default is runs/NAME.
-        hours: The time limit of the job. A run without train.max_hours gets one a little below it.
+        hours: The time limit of the job; by default it has none. A run without train.max_hours gets
+            one a little below it.
         interface: The network interface for NCCL and gloo, where they choose a wrong one.
         tasks: For slurm: start one task for each device or node.
         sbatch: For slurm: a further option, such as --partition=long.
         before: For slurm: a line of shell that runs first, such as '. .venv/bin/activate'.
         image: For kubernetes: the image to run.
         claim: For kubernetes: the PersistentVolumeClaim with data and runs, which all pods share.
-        memory_gib: For kubernetes: the memory of a pod in GiB.
+        memory_gib: For kubernetes: the memory of a pod in GiB. By default none is stated.
         rendezvous: For torchrun: one command for all machines (c10d), or one for each (static).
         master: For torchrun: the host of the first machine. Without it, the script reads it from
             MASTER_ADDR.

@@ -165,7 +165,7 @@ def plan(
         emit: Write the best layout as a run file.
         html: Write a report as a page.
         seconds: Begin no trace after this number of seconds of the processor's time, all cores
-            together, if a layout was found. With 0 these are 80, or 120 for more than 64 devices.
+            together, if a layout was found. By default 80, or 120 for more than 64 devices.
     """
     began = processor_s()  # loading torch is a part of the time
 

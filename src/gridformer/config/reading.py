@@ -107,27 +107,30 @@ def find_run_file(path: Path | str, or_model: bool = False) -> Path:
     if is_folder and str(path) not in model_names():
         return path
     if str(path) in model_names():
-        family = shipped_model(str(path)).get("family", "gpt2")
-        like = _RUN_OF_FAMILY.get(family, family)
-        raise ConfigError(
-            f"{path} is a shipped model and not a run file: add model={path} to a run file, "
-            f"such as `{like} model={path}`"
-        )
+        raise ConfigError(f"{path} is a shipped model and not a run file: {_with_model(str(path))}")
     said = f"{path}: no such run file" + (" or model" if or_model else "")
     key, sign, _ = str(path).partition("=")
     if sign and key.partition(".")[0] in RunConfig.model_fields:
         raise ConfigError(f"{said}: one comes before what changes it, such as `demo {path}`")
     names = sorted(p.stem for p in (configs_dir() / "runs").glob("*.yaml"))
-    known = [*names, *model_names()] if or_model else names
     typed = path.stem if path.suffix in _SUFFIXES else path.name
-    shipped_names = difflib.get_close_matches(typed, known, n=1, cutoff=0.5)
+    known = difflib.get_close_matches(typed, [*names, *model_names()], n=1, cutoff=0.5)
     beside = meant_beside(path, lambda other: other.suffix in _SUFFIXES)
-    if meant := beside or next(iter(shipped_names), ""):
-        raise ConfigError(f"{said}: did you mean '{meant}'?")
+    if meant := beside or next(iter(known), ""):
+        is_model = not or_model and meant in model_names() and meant not in names
+        use = f" It is a shipped model: {_with_model(meant)}" if is_model else ""
+        raise ConfigError(f"{said}: did you mean '{meant}'?{use}")
     said += f"; shipped run files are {', '.join(names)}"
     raise ConfigError(
         said + (f", and shipped models {', '.join(model_names())}" if or_model else "")
     )
+
+
+def _with_model(name: str) -> str:
+    """Returns how a run file is told to train a shipped model."""
+    family = shipped_model(name).get("family", "gpt2")
+    like = _RUN_OF_FAMILY.get(family, family)
+    return f"add model={name} to a run file, such as `{like} model={name}`"
 
 
 def parse_run(
@@ -366,14 +369,23 @@ def _key_instead(keys: list[str]) -> str:
     known = list(section.model_fields) if section else []
     meant = KEYS.get(plain(word), "")
     if not meant and not difflib.get_close_matches(word, known, n=1, cutoff=_VERY_CLOSE):
-        sections = {name: _section([name]) for name in _SECTIONS}
-        having = (name for name, kind in sections.items() if kind and word in kind.model_fields)
-        meant = next((f"{name}.{word}" for name in having), "")
+        meant = key_of(word)
     if not meant:
         return closest(word, known)
     here = ".".join([*path, ""])
     shown = meant if "=" in meant else meant.removeprefix(here)
     return f": did you mean '{shown}'{NOTES.get(meant, '')}?"
+
+
+def key_of(word: str) -> str:
+    """Returns the key of a run file that ends in a word, or that it stands for; "" if none does."""
+    if meant := KEYS.get(plain(word)):
+        return meant
+    *path, last = plain(word).split(".")
+    for names in [path] if path else [[name] for name in _SECTIONS]:
+        if (section := _section(names)) and last in section.model_fields:
+            return ".".join([*names, last])
+    return ""
 
 
 def _value_instead(got: str, message: str) -> str:

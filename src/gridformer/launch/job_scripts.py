@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -252,10 +253,16 @@ def torchrun_lines(
     job: ClusterJob, rendezvous: Rendezvous = "c10d", master: str = "", max_restarts: int = 0
 ) -> str:
     """Returns a shell script, or with `static` one command for each machine."""
-    head = comments(["Written by `gridformer launch torchrun`.", *job.notes])
     train = ["-m", "gridformer", *job.train_words()]
     each = ["torchrun", f"--nproc-per-node={job.per_node}", f"--max-restarts={max_restarts}"]
-    each.append(f"--shutdown-timeout={job.grace_s}")  # of its own it would be 30 s
+    notes = ["Written by `gridformer launch torchrun`.", *job.notes]
+    if tuple(map(int, version("torch").split(".")[:2])) >= (2, 13):
+        each.append(f"--shutdown-timeout={job.grace_s}")  # of its own it would be 30 s
+    else:
+        notes.append(
+            "This torchrun kills what still saves 30 s after a signal; torch 2.13 can wait."
+        )
+    head = comments(notes)
     signals = [*_SIGNALS, *(name for name in job.run.train.stop_signals if name not in _SIGNALS)]
     if signals != _SIGNALS:
         each.append(f"--signals-to-handle={','.join(signals)}")

@@ -58,9 +58,13 @@ def execute(plan: Plan, callbacks: Sequence[Callback] = ()) -> None:
     if plan.done:
         if place and place.rank:
             return
+        is_more = plan.resume_step > train.steps
+        steps = (
+            f"steps, more than train.steps={train.steps}" if is_more else f"of {train.steps} steps"
+        )
         print(
-            f"{plan.out} has done {plan.resume_step} of {train.steps} steps: increase "
-            "train.steps to continue, or choose another --out"
+            f"{plan.out} has done {plan.resume_step} {steps}: increase train.steps to continue, or "
+            "choose another --out"
         )
         copy_last(plan, policy.ends_at)
         return
