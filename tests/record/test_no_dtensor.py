@@ -12,7 +12,7 @@ from gridformer.utils.process import as_far_as, ends_with_its_work, is_copy, las
 from tests.support.fake_gpu import own_process
 
 SLOW = ["torch._dynamo.eval_frame", "torch.distributed.tensor._api"]
-if torch.__version__ >= (2, 13):  # torch 2.11 needs sympy
+if torch.__version__ >= "2.13":  # torch 2.11 needs sympy
     SLOW.append("sympy.core")
 
 

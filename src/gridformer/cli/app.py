@@ -53,7 +53,7 @@ class _Command(TyperCommand):
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)
         if option is not None:
-            option.metavar = _VALUES[bool]  # type: ignore[attr-defined]
+            option.metavar = _VALUES[bool]
         return option
 
 
