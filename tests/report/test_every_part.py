@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "split": {"scheme": "megatron", "cols": 2},
     "copies": {"scheme": "single", "dp": 2, "dp_mode": "zero1"},
 }
+ON = {"split": "megatron 1x2", "copies": "dp=2 (zero1)"}
 RATES = {"split": 0.01, "copies": 0.002}
 MEMORY = {"split": 1.25, "copies": 1.75}  # GiB
 
@@ -232,7 +233,7 @@ def test_the_timeline_is_that_of_the_traced_step(page: Page, shown: list[Path]) 
     part = page.parts["Timeline of a step"]
     for number, folder in enumerate(shown):
         assert f"timeline-{number}" in part.figures
-        assert f"{folder.name}: step {TRACED}" in part.text
+        assert f"{folder.name}: step {TRACED} on {ON[folder.name]}" in part.text
         tracks = page.figures[f"timeline-{number}"]["data"]
         drawn = {one["name"]: Counter(map(round, one["y"][::3])) for one in tracks}
         events = events_of(folder)
@@ -280,10 +281,10 @@ def test_where_communication_goes(page: Page, shown: list[Path]) -> None:
     ]
     assert {axis for axis, _ in wanted} >= ({"col", "world"} if len(shown) == 1 else {"dp"})
     for folder in shown:
-        assert f"{folder.name}, measured" in part.text
+        assert f"{folder.name}, measured on {ON[folder.name]}: " in part.text
     head, *rows = [row for row in part.rows if row]
-    assert head == ["axis", "collective", "purpose", "messages", "bytes"]
-    assert ["col", "all_reduce", "product"] in [row[:3] for row in rows]
+    assert head == ["purpose", "collective", "axis", "messages", "bytes"]
+    assert ["product", "all_reduce", "col"] in [row[:3] for row in rows]
 
 
 def test_memory_is_what_the_code_holds(page: Page, shown: list[Path]) -> None:
@@ -295,9 +296,7 @@ def test_memory_is_what_the_code_holds(page: Page, shown: list[Path]) -> None:
         kind, _, text = title.rpartition(": ")
         found.setdefault(kind, []).append(amount(text))
     for number, folder in enumerate(shown):
-        assert (
-            f"{number + 1}. {folder.name} (rank " in page.figures["memory"]["data"][0]["y"][number]
-        )
+        assert page.figures["memory"]["data"][0]["y"][number].startswith(f"{folder.name} (rank ")
         assert f"{folder.name}: the peak is in " in part.text
         n = found["parameters"][number] / bytes_of["parameters"]
         shared = 2 if folder.name == "copies" else 1
@@ -321,8 +320,11 @@ def test_samples_are_shown_with_their_step(page: Page, shown: list[Path]) -> Non
 
 
 def test_all_settings_of_all_runs(page: Page, shown: list[Path]) -> None:
-    last = [*page.parts.values()][-1]
-    rows = {first: rest for first, *rest in last.rows}
+    rows = page.table("Settings")
     assert rows["train.lr"] == [str(RATES[folder.name]) for folder in shown]
     assert rows["data.path"] == [".../data"] * len(shown)
+    _, *first = [key for key, *_ in page.parts["Settings"].rows]
+    changed, default = first[: first.index("")], first[first.index("") :]
+    assert {"data.path", "layout.cols", "train.lr", "train.trace_step"} <= {*changed}
+    assert {"train.dtype", "layout.pp"} <= {*default}
     assert ("Settings that differ" in page.parts) == (len(shown) > 1)

@@ -13,7 +13,7 @@ from gridformer.config import parse_run
 from gridformer.report.estimates import Estimates, estimates_of
 from gridformer.report.page import write_report_page
 from gridformer.report.reading import RunReading, Sample
-from gridformer.report.steptrace import read_timeline
+from gridformer.report.steptrace import PurposeTraffic, read_timeline
 from gridformer.train.trace import merged_trace
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>"
@@ -148,6 +148,19 @@ def test_many_neighbors_of_a_kind_are_joined(tmp_path: Path) -> None:
     busy = [one for one in line.work[pass_["pid"]] if one.kind == "busy"]
     assert 1 <= len(busy) <= 1500
     assert (busy[0].start, busy[-1].end) == (20.0, pytest.approx(25.999))
+
+
+def test_a_page_without_a_timeline_says_how_to_get_one(tmp_path: Path) -> None:
+    traffic = [
+        PurposeTraffic("row", "all_gather", "product", 2.0, 64.0),
+        PurposeTraffic("row", "reduce", "gradients", 1.0, 0.0),  # as its root
+    ]
+    estimates = [Estimates(traffic=traffic)]
+    write_report_page([RunReading("a", tmp_path, None)], estimates, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text().partition("<script")[0]
+    assert "train.trace_step=N" in page
+    assert "a, rank 0 by its code: 2 messages, 64 bytes" in page
+    assert "gradients" not in page
 
 
 def test_estimates_of_a_run_without_its_data() -> None:

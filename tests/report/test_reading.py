@@ -78,6 +78,7 @@ def test_saves_are_at_their_steps_and_all_layouts_are_named(tmp_path: Path) -> N
     assert run.series("save_stall_s") == ([2], [0.1])
     rows = {name: values[0] for name, values in summary([run])}
     assert rows["layout"] == "single device, then optimus 2x1, then megatron 1x1"
+    assert [*map(run.where, (2, 3, 4))] == [" on single device", " on optimus 2x1", ""]
 
 
 def test_losses_and_loads_are_means_of_the_last_steps(tmp_path: Path) -> None:

@@ -192,7 +192,10 @@ def _list(sentences: Sequence[str]) -> str:
 
 def _where(layouts: Sequence[PlannedLayout]) -> go.Figure:
     """Returns stacked bars of the seconds of a step by kind."""
-    rows = [(one.name, one.traced.seconds_by_kind()) for one in layouts]
+    rows = [
+        (f"{number}. {one.name}", one.traced.seconds_by_kind())
+        for number, one in enumerate(layouts, start=1)
+    ]
     least = SMALL * max(sum(parts.values()) for _, parts in rows)
     kinds = [*COLORS, *sorted({kind for _, parts in rows for kind in parts} - {*COLORS})]
     large = (kind for kind in kinds if max(parts.get(kind, 0.0) for _, parts in rows) > least)

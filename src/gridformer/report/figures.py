@@ -23,7 +23,7 @@ _MOST_NAMED = 12  # layers; the colors of more show how deep they are
 _SMOOTHING = 0.6  # the weight of the values before
 _RUNS = ("#3b82c4", "#e07b39", "#3fa45b", "#b65aa0", "#c9a227", "#6f6fd8", "#d0504a", "#2aa5a0")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-_MARKS = {"start": ("triangle-up", "#4a90d9"), "trouble": ("x", "#d62728")}
+_MARKS = {"start": ("triangle-up", "#e0218a"), "trouble": ("x", "#d62728")}
 # What a process does.
 KINDS = {
     "forward": "#3b82c4",
@@ -242,9 +242,12 @@ def _menus(traces: Sequence[Places], n_charts: int) -> list[dict[str, Any]]:
         {"label": kind, "method": "relayout", "args": [dict.fromkeys(verticals, kind)]}
         for kind in ("linear", "log")
     ]
-    corner = {"y": 1.0, "yanchor": "bottom", "xanchor": "left", "pad": {"b": 48}}
+    corner = {"x": 0.0, "xanchor": "left", "y": 1.0, "yanchor": "bottom"}
     style = {**corner, "bgcolor": "rgba(128,128,128,0.1)"}
-    return [{"buttons": over, "x": 0.0, **style}, {"buttons": kinds, "x": 0.16, **style}]
+    return [
+        {"buttons": buttons, "pad": {"b": 48, "l": left}, **style}
+        for buttons, left in ((over, 0), (kinds, 150))
+    ]
 
 
 def _places(run: RunReading, steps: Sequence[float]) -> Places:

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 _STYLE = """
-.scroll { overflow-x: auto; }
 .runs td, .runs th { text-align: left; vertical-align: top; }
 .runs tr > :first-child { color: var(--soft); white-space: nowrap; }
 .runs td, .many td { overflow-wrap: break-word; }
-.many td, .many th { text-align: left; }
+.many { min-width: 560px; } .many td, .many th { text-align: left; }
 .many td.n, .many th.n { text-align: right; white-space: nowrap; }
 .bad { color: #c0392b; }
 pre { background: var(--code); padding: 8px 10px; white-space: pre-wrap; overflow-wrap: anywhere;
@@ -54,7 +53,7 @@ def write_report_page(
     sections = [
         f"<h1>{_text(title)}</h1>",
         _summary(runs),
-        _settings(runs, differing=True),
+        _differing(runs),
         _curves(runs, drawn),
         _experts(runs, drawn),
         _history(runs),
@@ -62,7 +61,7 @@ def write_report_page(
         _communication(runs, traced, estimates, drawn),
         _memory(runs, estimates, drawn),
         _samples(runs),
-        _settings(runs, differing=False),
+        _settings(runs),
         f"<footer>Written by gridformer {_text(__version__)} from run directories.</footer>",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,25 +115,40 @@ def _summary(runs: Sequence[RunReading]) -> str:
     return _rows(_labels(runs), rows, "runs") + problems
 
 
-def _settings(runs: Sequence[RunReading], differing: bool) -> str:
-    rows = [[key, *values] for key, values in settings_table(runs, differing)]
-    table = _rows(_labels(runs), rows, "runs") if rows else ""
-    if not differing:
-        return f"<details><summary>All settings</summary>{table}</details>" if rows else ""
-    table = table or '<p class="note">None.</p>'
+def _differing(runs: Sequence[RunReading]) -> str:
+    rows = [[key, *values] for key, values in settings_table(runs, differing=True)]
+    table = _rows(_labels(runs), rows, "runs") if rows else '<p class="note">None.</p>'
     return f"<h2>Settings that differ</h2>{table}" if len(runs) > 1 else ""
+
+
+def _settings(runs: Sequence[RunReading]) -> str:
+    rows = [[key, *values] for key, values in settings_table(runs, differing=False)]
+    if not rows:
+        return ""
+    changed = {key for run in runs for key in run.changed}
+    first, others = ([row for row in rows if (row[0] in changed) is is_] for is_ in (True, False))
+    return (
+        "<h2>Settings</h2>"
+        '<p class="note">Those that are not the defaults.</p>'
+        f"{_rows(_labels(runs), first, 'runs')}"
+        f"<details><summary>{counted(len(others), 'setting')} as by default</summary>"
+        f"{_rows(_labels(runs), others, 'runs')}</details>"
+    )
 
 
 def _curves(runs: Sequence[RunReading], drawn: dict[str, go.Figure]) -> str:
     if not any(run.names for run in runs):
         return ""
+    dashed = (
+        "Where a run has several curves in one chart, they are dashed. " if len(runs) > 1 else ""
+    )
     return (
         "<h2>Training</h2>"
         '<p class="note">Drag over a chart to enlarge a part of all charts, and double-click for '
-        "the whole run. Pale lines are not smoothed; where a run has several curves in one chart, "
-        "they are dashed. Triangles mark where a run was resumed, crosses steps that were not "
-        "finite and saves that failed. Of long runs each curve shows the smallest and the largest "
-        f"value of every small part.</p>{_place(drawn, 'curves', figures.curves(runs))}"
+        f"the whole run. Pale lines are not smoothed. {dashed}Triangles mark where a run was "
+        "resumed, crosses steps that were not finite and saves that failed. Of long runs each "
+        "curve shows the smallest and the largest value of every small part.</p>"
+        f"{_place(drawn, 'curves', figures.curves(runs))}"
     )
 
 
@@ -165,7 +179,7 @@ def _history(runs: Sequence[RunReading]) -> str:
     timed = any(row[-1] for row in rows)
     head = [*([""] if several else []), "step", "what", *(["time (UTC)"] if timed else [])]
     rows = [row[: len(head)] for row in rows]
-    table = _rows(head, rows, "many", numbers=(int(several),))
+    table = _rows(head, rows, "many", numbers=(int(several), int(several) + 2))
     opened = " open" if len(rows) <= 12 else ""
     return (
         f"<h2>What has happened</h2><details{opened}>"
@@ -192,7 +206,7 @@ def _timelines(
         )
         rows = [(name, _in_order(seconds)) for name, seconds in zip(line.names, line.seconds)]
         sections.append(
-            f"<h3>{_text(run.label)}: step {line.step}{shown}</h3>"
+            f"<h3>{_text(f'{run.label}: step {line.step}{run.where(line.step)}{shown}')}</h3>"
             + _place(drawn, f"timeline-{number}", figures.timeline(line))
             + _place(
                 drawn,
@@ -201,7 +215,11 @@ def _timelines(
             )
         )
     if not sections:
-        return ""
+        return (
+            "<h2>Timeline of a step</h2>"
+            '<p class="note">None was recorded. <code>train.trace_step=N</code> records step N, '
+            "also of a run that goes on.</p>"
+        )
     return (
         "<h2>Timeline of a step</h2>"
         '<p class="note">As it was measured (<code>train.trace_step</code>). The thin line below a '
@@ -230,9 +248,11 @@ def _communication(
     shown: list[tuple[str, list[PurposeTraffic]]] = []
     for run, line, estimated in zip(runs, timelines, estimates):
         if line is not None and line.traffic:
-            shown.append((f"{run.label}, measured", line.traffic))
+            shown.append((f"{run.label}, measured{run.where(line.step)}", line.traffic))
         elif estimated.traffic:
             shown.append((f"{run.label}, rank {estimated.rank} by its code", estimated.traffic))
+    # What a rank is the root of does not cross its link.
+    shown = [(name, [one for one in traffic if one.bytes]) for name, traffic in shown]
     if not shown:
         return ""
     rows = []
@@ -251,19 +271,29 @@ def _communication(
     return (
         "<h2>Where communication goes</h2>"
         '<p class="note">Bytes that a process sends or receives in a step, by axis of the layout: '
-        "those that have to cross its link with any algorithm.</p>"
-        + _place(drawn, "communication", stacked_bars(rows, colors, "bytes", format_bytes))
+        "those that have to cross its link with any algorithm, which the root of a broadcast or a "
+        "reduce has none of.</p>"
+        + _place(drawn, "communication", _byte_bars(rows, colors))
         + tables
     )
 
 
 def _traffic(traffic: Sequence[PurposeTraffic]) -> str:
     rows = [
-        [one.axis, one.op, one.label, three_digits(one.messages), format_bytes(one.bytes)]
+        [one.label, one.op, one.axis, three_digits(one.messages), format_bytes(one.bytes)]
         for one in traffic
     ]
-    head = ("axis", "collective", "purpose", "messages", "bytes")
+    head = ("purpose", "collective", "axis", "messages", "bytes")
     return _rows(head, rows, "many", numbers=(3, 4))
+
+
+def _byte_bars(
+    rows: Sequence[tuple[str, Mapping[str, float]]], colors: Mapping[str, str]
+) -> go.Figure:
+    """Returns bars of numbers of bytes, in the unit of the largest."""
+    unit, name = byte_unit(max((sum(parts.values()) for _, parts in rows), default=0.0))
+    scaled = [(row, {kind: value / unit for kind, value in parts.items()}) for row, parts in rows]
+    return stacked_bars(scaled, colors, name, lambda value: format_bytes(value * unit))
 
 
 def _memory(
@@ -280,9 +310,7 @@ def _memory(
             rows.append((f"{run.label} ({which})", one.memory))
     if not notes:
         return ""
-    unit, name = byte_unit(max((sum(parts.values()) for _, parts in rows), default=0.0))
-    scaled = [(row, {kind: value / unit for kind, value in parts.items()}) for row, parts in rows]
-    bars = stacked_bars(scaled, MEMORY_COLORS, name, lambda value: f"{three_digits(value)} {name}")
+    bars = _byte_bars(rows, MEMORY_COLORS)
     return (
         "<h2>Memory</h2>"
         '<p class="note">What the tensors of the fullest process hold at the peak of a step, as '

@@ -54,12 +54,19 @@ class RunReading:
     config: RunConfig | None  # None if it cannot be read
     problem: str = ""  # why there is no config
     settings: dict[str, Any] = field(default_factory=dict)  # by dotted key, such as `train.lr`
+    changed: frozenset[str] = frozenset()  # the keys of settings that are not the defaults
     metrics: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl, by step
     events: list[dict[str, Any]] = field(default_factory=list)  # of events.jsonl, oldest first
     state: str = ""  # of the heartbeat, such as `done`
     checkpoints: list[int] = field(default_factory=list)  # the steps of complete ones
     traces: list[Path] = field(default_factory=list)  # files with timelines of steps
     samples: list[Sample] = field(default_factory=list)  # oldest first
+
+    def where(self, step: int) -> str:
+        """Returns ` on` and the layout that ran a step, or nothing if that is not known."""
+        starts = [e for e in self.events if e["event"] == "start" and _is_step(e.get("step"))]
+        layout = next((e.get("layout") for e in reversed(starts) if e["step"] < step), None)
+        return f" on {layout[:_LONGEST_VALUE]}" if isinstance(layout, str) else ""
 
     @property
     def last_step(self) -> int:
@@ -133,6 +140,7 @@ def _read(folder: Path, label: str) -> RunReading:
     except (UserError, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
     settings = flat(config.model_dump(mode="json")) if config else {}
+    changed = flat(config.model_dump(mode="json", exclude_defaults=True)) if config else {}
     metrics = [line for line in readable_lines(folder / METRICS) if _is_step(line.get("step"))]
     by_step = {line["step"]: line for line in metrics}
     beats = [line.get("state") for line in readable_lines(folder / HEARTBEAT)]
@@ -144,6 +152,7 @@ def _read(folder: Path, label: str) -> RunReading:
         config,
         problem,
         settings,
+        frozenset(changed),
         [by_step[step] for step in sorted(by_step)],
         events,
         next((state[:20] for state in beats if isinstance(state, str)), ""),

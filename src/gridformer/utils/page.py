@@ -26,6 +26,7 @@ table { border-collapse: collapse; width: 100%; font-size: 14px; }
 td, th { text-align: right; padding: 4px 10px; border-bottom: 1px solid var(--line); }
 td:first-child { text-align: left; }
 ol li { margin-bottom: 12px; }
+.scroll { overflow-x: auto; } .figure { min-width: 640px; }
 @media print { h2, h3 { break-after: avoid; } tr, .figure { break-inside: avoid; } }
 """
 # Figures are JSON that no text in it can end, and this script alone may draw them.
@@ -67,8 +68,8 @@ def document(title: str, body: str, figures: Mapping[str, go.Figure], style: str
 
 
 def figure_place(name: str) -> str:
-    """Returns the element of a page in which a figure is drawn."""
-    return f'<div class="figure" id="{name}"></div>'
+    """Returns the element of a page in which a figure is drawn; on phones it scrolls sideways."""
+    return f'<div class="scroll"><div class="figure" id="{name}"></div></div>'
 
 
 def figure(height: int, made: go.Figure | None = None, **layout: Any) -> go.Figure:
@@ -105,12 +106,12 @@ def stacked_bars(
     """Returns horizontal bars of stacked parts, all to one scale.
 
     Args:
-        rows: For each bar its name and its parts, both as text that is not escaped.
+        rows: For each bar its name, which no other has, and its parts, as text that is not escaped.
         colors: The color of each part, in the order of the legend.
         axis: The name of the axis of values, which `unit` writes.
     """
     made = figure(130 + 34 * len(rows), barmode="stack", legend=ABOVE)
-    names = [html.escape(f"{number}. {name}") for number, (name, _) in enumerate(rows, start=1)]
+    names = [html.escape(name) for name, _ in rows]
     for kind, color in colors.items():
         values = [parts.get(kind, 0.0) for _, parts in rows]
         if any(values):
@@ -123,6 +124,6 @@ def stacked_bars(
                 hovertext=[html.escape(f"{kind}: {unit(value)}") for value in values],
                 hoverinfo="text",
             )
-    made.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
+    made.update_yaxes(type="category", autorange="reversed", automargin=True, ticksuffix="  ")
     made.update_xaxes(title=axis)
     return made
