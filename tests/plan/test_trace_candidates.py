@@ -42,8 +42,8 @@ def test_what_does_not_fit_is_not_listed_and_one_refusal_speaks_for_layouts_like
     shown = io.StringIO()
     print_result(run_of(batch=512), found, [], cluster(), Console(file=shown, width=1000))
     assert (
-        f"Not traced, because by the same factor these would not fit: {found.passed_over[0].name}"
-        in shown.getvalue()
+        "Not traced, as traces of their kind hold more than estimates, and they would not fit: "
+        f"{found.passed_over[0].name}" in shown.getvalue()
     )
 
 

@@ -191,6 +191,8 @@ def plan(
     console = Console(highlight=False, stderr=as_json)
     with console.status("estimating layouts") as status:
         all_s = seconds or (_SOON_S if devices <= 64 else _LATE_S)
+        if not console.is_terminal:
+            typer.echo(f"estimating layouts, about {all_s:g} s of the processor", err=True)
         asked = Search(run, machine, devices, named=cluster)
         tracing = Tracing(asked, top, tell=status.update)
         tracing.run(all_s - (tracing.began - began), given)

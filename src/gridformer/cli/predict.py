@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -151,8 +152,10 @@ def memory(
         console.print(f"It fits: the largest peak{copies} is {used}.")
         return
     with waiting() as tell:
-        text = refusal(checked, worst, room, tell)
+        text = refusal(checked, worst, room, lambda _, doing: tell("", doing))
     console.print(f"It does not fit: {text}", soft_wrap=True)
+    words = shlex.join(["gridformer", "plan", str(run), *(overrides or [])])
+    console.print(f"On more devices: {words} --devices N --cluster NAME", soft_wrap=True)
     raise typer.Exit(1)
 
 

@@ -99,7 +99,7 @@ class Advice:
             )
         else:
             sentences.append(
-                f"No single change of a setting saves {WORTH:.0%} in its own trace, or "
+                f"No single change that fits saves {WORTH:.0%} in its own trace, or "
                 f"{UNSURE:.0%} by estimate."
             )
         if large := self.too_large:

@@ -14,7 +14,7 @@ from rich.text import Text
 from gridformer.cluster.file import Cluster
 from gridformer.config import NO_PATH, RunConfig, TrainConfig
 from gridformer.parallel.registry import describe_layout
-from gridformer.plan.advice import Advice, in_words, limit_of
+from gridformer.plan.advice import UNSURE, Advice, in_words, limit_of
 from gridformer.plan.prediction import Prediction, doubts, sureness
 from gridformer.plan.search import REPLICAS, PlannedLayout, Result, sharding
 from gridformer.utils.files import write_text
@@ -44,12 +44,13 @@ def print_prediction(
     devices = f"{counted(n, 'device')} of {cluster.name}"
     console.print(f"{describe_layout(run.layout)} on {devices}, in {run.train.dtype}")
     tokens = run.train.global_batch * run.seq_len / step_s if step_s else 0.0
+    model = three_digits(prediction.model_tflops_per_device)
+    whole = three_digits(prediction.hardware_tflops_per_device)
     console.print(
         f"A step takes {_time(step_s)}: forward {_time(prediction.forward_s)}, backward "
         f"{_time(prediction.backward_s)}, update {_time(prediction.update_s)}. That is "
-        f"{tokens:,.0f} tokens/s and {three_digits(prediction.model_tflops_per_device)} model "
-        f"TFLOP/s per device ({three_digits(prediction.hardware_tflops_per_device)} with what is "
-        "recomputed)."
+        f"{tokens:,.0f} tokens/s and {model} model TFLOP/s per device"
+        f"{f' ({whole} with what is recomputed)' * (whole != model)}."
     )
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("where the time goes")
@@ -120,6 +121,10 @@ def print_result(
     for sentence in (*[ROWS_ALONE] * rows_alone, *unlisted(result)):
         console.print(Text(sentence))
     console.print(Text(sureness(cluster, n)), soft_wrap=True)
+    best = result.layouts[0].step_s
+    tied = sum(one.step_s < (1 + UNSURE) * best for one in result.layouts[: result.top])
+    if tied > 1:
+        console.print(Text(f"As good as tied: 1 to {tied}, within {UNSURE:.0%}. Measure these."))
     explained = [one for i, one in enumerate(listed) if everything or i < EXPLAINED or one.asked]
     said = [] if everything else doubts(cluster, n, extrapolated=False)
     shared = explained[0].traced.warnings
@@ -194,7 +199,8 @@ def unlisted(result: Result) -> list[str]:
         some = ", ".join(one.name for one in result.passed_over[:3])
         more = len(result.passed_over) - 3
         names = f"{some} and {more} more" if more > 0 else some
-        sentences.append(f"Not traced, because by the same factor these would not fit: {names}.")
+        text = "traces of their kind hold more than estimates, and they would not fit"
+        sentences.append(f"Not traced, as {text}: {names}.")
     if result.untraced:
         some = "; ".join(one.name for one in result.untraced[:3])
         sentences.append(
