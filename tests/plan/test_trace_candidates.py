@@ -41,6 +41,9 @@ def test_what_does_not_fit_is_not_listed_and_one_refusal_speaks_for_layouts_like
         assert 4 * one.estimate.peak_gib > one.estimate.limit_gib
     shown = io.StringIO()
     print_result(run_of(batch=512), found, [], cluster(), Console(file=shown, width=1000))
+    near = [one for one in found.layouts[:6] if one.step_s < 1.05 * found.layouts[0].step_s]
+    assert len(near) > 1
+    assert f"Layouts 1 to {len(near)} are within 5% of the fastest" in shown.getvalue()
     assert (
         "Not traced, as traces of their kind hold more than estimates, and they would not fit: "
         f"{found.passed_over[0].name}" in shown.getvalue()

@@ -124,7 +124,9 @@ def print_result(
     best = result.layouts[0].step_s
     tied = sum(one.step_s < (1 + UNSURE) * best for one in result.layouts[: result.top])
     if tied > 1:
-        console.print(Text(f"As good as tied: 1 to {tied}, within {UNSURE:.0%}. Measure these."))
+        near = f"Layouts 1 to {tied} are within {UNSURE:.0%} of the fastest"
+        told = f"{near}, closer than predictions can tell apart: measure these."
+        console.print(Text(told), soft_wrap=True)
     explained = [one for i, one in enumerate(listed) if everything or i < EXPLAINED or one.asked]
     said = [] if everything else doubts(cluster, n, extrapolated=False)
     shared = explained[0].traced.warnings
